@@ -1,8 +1,8 @@
 """Create .venv and install dskit into it: what `make setup`, `make demo` and `make test` do first.
 
-Idea: standard library only, since nothing else is installed yet. torch comes first, because its build decides
-what may be pinned after it; then dskit itself, editable, so that a changed layer is what runs next. Where pip looks
-for packages is pip's own business: its configuration, its environment variables, and PIP_ARGS.
+Idea: standard library only, since nothing else is installed yet. torch comes first, because its build
+decides what may be pinned after it; then dskit itself, editable, so that a changed layer is what runs
+next. Where pip looks for packages is pip's own business: its settings, its environment, and PIP_ARGS.
 
 Usage: python tools/install.py dev|serve|notebook [--browser]
 """
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("extra", choices=sorted(CONTAINS))
     parser.add_argument("--browser", action="store_true", help="also Debian's chromium, for the browser test")
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036, an older one is what this line is for
         stop(
             f"dskit needs Python 3.11 or newer, this is {sys.version.split()[0]}",
             "make setup PYTHON=python3.12",
@@ -67,19 +67,16 @@ def install(extra: str) -> None:
     """Install torch, then dskit with one extra, under the constraints that fit this machine."""
     driver = has_nvidia_driver()
     say(
-        "an NVIDIA driver was found: torch is taken as pip finds it"
-        if driver
-        else "no NVIDIA driver: torch for the CPU"
+        "NVIDIA driver: "
+        + ("found, torch as pip finds it" if driver else "none, torch as constraints.txt pins it")
     )
     pip("torch>=2.11", without={"torch", "triton"} if driver else {"triton"})
     version, cuda, own_triton = run_python(DESCRIBE_TORCH).split()
     say(f"torch {version}: " + (f"CUDA {cuda} build" if cuda != "-" else "CPU build"))
     if driver and cuda == "-":
-        say(
-            "this build cannot use the GPU: pip's settings lead to CPU wheels; see 'Which torch' in README.md"
-        )
+        say("this build cannot use the GPU: pip's settings lead to CPU wheels; README.md, 'Which torch'")
     if not driver and cuda != "-":
-        say("it works without a GPU, but the CPU build is far smaller; see 'Which torch' in README.md")
+        say("it works without a GPU, but the CPU build is far smaller; README.md, 'Which torch'")
     free = {"torch"} if driver else set()
     pip("-e", f".[{extra}]", without=free | ({"triton"} if own_triton == "own" else set()))
 
@@ -91,7 +88,8 @@ def pip(*what: str, without: set[str]) -> None:
     constraints = VENV / "constraints.txt"
     constraints.write_text("\n".join(kept) + "\n")
     arguments = shlex.split(os.environ.get("PIP_ARGS", ""))
-    command = [PYTHON, "-m", "pip", "install", "--quiet", "-c", constraints, *arguments, *what]
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]
+    command = [PYTHON, "-m", "pip", "install", *quiet, "-c", constraints, *arguments, *what]
     say("pip install " + " ".join(what))
     code = subprocess.run(command, cwd=ROOT).returncode
     if code:
@@ -102,7 +100,7 @@ def pip(*what: str, without: set[str]) -> None:
 
 
 def find_browser() -> None:
-    """Look for chromium; install Debian's where apt-get can be used. The browser test says so if it is missing."""
+    """Find chromium, or install Debian's where apt-get can be used; without one the browser test skips."""
     if shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome"):
         return
     if not (shutil.which("apt-get") and os.geteuid() == 0):
