@@ -1,0 +1,165 @@
+"""What each command accepts: one frozen dataclass per command, turned into flags by tyro.
+
+Idea: a field is a flag, its docstring is the help, its default is what a user receives. Names are vLLM's where vLLM
+has the flag. The files behind the commands take these objects as they are (`dskit.serve.api.main(ServeArgs())`).
+
+Units: lengths in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+Count = Annotated[int | None, arg(metavar="N")]
+Text = Annotated[str | None, arg(metavar="TEXT")]
+Folder = Annotated[str | None, arg(metavar="DIR")]
+Numerics = Literal["release", "exact"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs:
+    """How a model is loaded."""
+
+    model: Positional[str] = "demo"
+    """Preset (demo, tiny, odd, slice, flash, v4-flash), checkpoint folder, or Hugging Face id."""
+    device: Text = None
+    """cpu, cuda, cuda:1; by default a GPU if there is one."""
+    numerics: Numerics = "release"
+    """release rounds as the released model does; exact leaves every rounding of activations and caches out."""
+    seed: int = 0
+    """Seed of random weights and of sampling."""
+    kernels: Annotated[str | None, arg(metavar="GROUP=IMPL,...")] = None
+    """Implementations of ops, for example moe=compile,mla=torch, or one word for all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeArgs(ModelArgs):
+    """Serve a model: the OpenAI API, and the chat page at /ui."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 makes the server reachable from other machines."""
+    port: int = 8000
+    """Port of the API and the page; 0 takes a free one."""
+    served_model_name: Text = None
+    """Name that the API reports and expects; by default the model as given."""
+    api_key: Text = None
+    """Key that requests must send as a bearer token."""
+    max_model_len: Count = None
+    """Longest request, prompt and answer together; by default what the checkpoint allows."""
+    max_num_seqs: Count = None
+    """Most requests computed in one step."""
+    max_num_batched_tokens: Count = None
+    """Most tokens computed in one step; longer prompts are split."""
+    batch_invariant: bool = False
+    """Give each request the same bits whatever runs beside it; slower."""
+    ui: bool = True
+    """Put the chat page at /ui."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArgs(ModelArgs):
+    """Chat in the terminal, with a model loaded here or with a running server."""
+
+    quick: Annotated[str | None, arg(metavar="TEXT", aliases=["-q"])] = None
+    """Ask this, print the answer, and end."""
+    url: Text = None
+    """Server to talk to, for example http://127.0.0.1:8000/v1, instead of loading a model."""
+    model_name: Text = None
+    """Model to ask the server for; by default the first that it lists."""
+    api_key: Text = None
+    """Bearer token that the server expects."""
+    system_prompt: Text = None
+    """System text of the conversation."""
+    think: Literal["off", "low", "high", "max"] = "high"
+    """How much the model thinks before it answers."""
+    max_tokens: Count = None
+    """Most tokens of one reply, thinking included."""
+    temperature: Annotated[float | None, arg(metavar="FLOAT")] = None
+    """0 always takes the likeliest token; by default what the checkpoint says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyArgs(ModelArgs):
+    """Time one stream and eight: time to first token, tokens per second, beside transformers."""
+
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    output_len: int = 64
+    """Tokens generated per stream."""
+    repeats: int = 3
+    """Times that each row is measured; the median is shown, with the spread."""
+    compile: bool = True
+    """Measure a second time with the compiled ops, their compile time apart."""
+    peer: bool = True
+    """Measure transformers on a V4 model of the same widths in the same run."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArgs:
+    """Train a model from scratch by a recipe."""
+
+    recipe: Positional[Literal["demo"]] = "demo"
+    """What to train."""
+    steps: Count = None
+    """Optimiser steps; by default the recipe's."""
+    batch_size: Count = None
+    """Sequences per step; by default the recipe's."""
+    lr: Annotated[float | None, arg(metavar="FLOAT")] = None
+    """Peak learning rate; by default the recipe's."""
+    seed: int = 0
+    """Seed of the weights, the data and their order."""
+    disable: Annotated[str, arg(metavar="PART,...")] = ""
+    """Mechanisms to leave out, for example engram,mhc."""
+    resume: bool = False
+    """Go on from the newest state in --out."""
+    tensorboard: Folder = None
+    """Write scalars for TensorBoard into this folder."""
+    out: Annotated[str, arg(metavar="DIR")] = "runs/demo"
+    """Where states, the CSV, the plot and the finished checkpoint go."""
+    device: Text = None
+    """cpu, cuda, cuda:1; by default a GPU if there is one."""
+    kernels: Annotated[str | None, arg(metavar="GROUP=IMPL,...")] = None
+    """Implementations of ops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalArgs(ModelArgs):
+    """Measure the skills of a model on held-out questions: exact matches, greedy, no retry."""
+
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    tasks: Annotated[str, arg(metavar="SKILL,...")] = ""
+    """Skills to measure; all of them by default."""
+    limit: Count = None
+    """Questions per skill; by default the evaluation's own number."""
+    output: Annotated[str | None, arg(metavar="FILE")] = None
+    """Also write the JSON document to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertArgs:
+    """Convert a checkpoint into the released format, or only count what would be converted."""
+
+    source: Positional[str]
+    """Checkpoint folder to read."""
+    target: Positional[str] = ""
+    """Folder to write; it must not hold a checkpoint yet."""
+    dry_run: bool = False
+    """Count mapped, unmapped and unused tensors, and write nothing."""
+    json: bool = False
+    """Print the counts as one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArgs:
+    """Check what this machine can do, line by line, and how to mend what it cannot."""
+
+    json: bool = False
+    """Print one JSON document instead of lines."""
+    bundle: Annotated[str | None, arg(metavar="FILE")] = None
+    """Also write the report to a file that can be shown to others: no user, host or home names in it."""
