@@ -1,7 +1,8 @@
 """What each command accepts: one frozen dataclass per command, turned into flags by tyro.
 
-Idea: a field is a flag, its docstring is the help, its default is what a user receives. Names are vLLM's where vLLM
-has the flag. The files behind the commands take these objects as they are (`dskit.serve.api.main(ServeArgs())`).
+Idea: a field is a flag, its docstring is the help, its default is what a user receives. Names are vLLM's
+where vLLM has the flag. The files behind the commands take these objects as they are, as in
+`dskit.serve.api.main(ServeArgs())`.
 
 Units: lengths in tokens, times in seconds.
 """
@@ -23,12 +24,12 @@ Numerics = Literal["release", "exact"]
 class ModelArgs:
     """How a model is loaded."""
 
-    model: Positional[str] = "demo"
+    model: Positional[Annotated[str, arg(metavar="MODEL")]] = "demo"
     """Preset (demo, tiny, odd, slice, flash, v4-flash), checkpoint folder, or Hugging Face id."""
     device: Text = None
     """cpu, cuda, cuda:1; by default a GPU if there is one."""
     numerics: Numerics = "release"
-    """release rounds as the released model does; exact leaves every rounding of activations and caches out."""
+    """release rounds as the released model does; exact leaves roundings of activations and caches out."""
     seed: int = 0
     """Seed of random weights and of sampling."""
     kernels: Annotated[str | None, arg(metavar="GROUP=IMPL,...")] = None
@@ -145,9 +146,9 @@ class EvalArgs(ModelArgs):
 class ConvertArgs:
     """Convert a checkpoint into the released format, or only count what would be converted."""
 
-    source: Positional[str]
+    source: Positional[Annotated[str, arg(metavar="SOURCE")]]
     """Checkpoint folder to read."""
-    target: Positional[str] = ""
+    target: Positional[Annotated[str, arg(metavar="TARGET")]] = ""
     """Folder to write; it must not hold a checkpoint yet."""
     dry_run: bool = False
     """Count mapped, unmapped and unused tensors, and write nothing."""
