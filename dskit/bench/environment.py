@@ -1,4 +1,4 @@
-"""The header of a result: commit, machine, versions, full configuration, and whether these are a user's defaults.
+"""The header of a result: commit, machine, versions, configuration, and whether a user gets this.
 
 Idea: a figure answers four questions or it is worth nothing: which commit, which configuration, which
 interval was timed, and does a user get this without asking. Names of hosts, users and folders stay out,
@@ -27,7 +27,7 @@ SWITCHES = ("DSKIT_USE", "DSKIT_AUTOTUNE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 def environment(
     llm: Any, settings: dict[str, Any], defaults: dict[str, Any], interval: str
 ) -> dict[str, Any]:
-    """Header of a result for a loaded LLM; `settings` are the flags used, `defaults` those a user receives."""
+    """Header of a result for a loaded LLM: `settings` are the flags used, `defaults` a user's."""
     switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
     return {
         "commit": commit(),

@@ -1,12 +1,13 @@
-"""`dskit bench latency`: how long until the first token, and how many per second, for one stream and for eight.
+"""`dskit bench latency`: time to first token and tokens per second, of one stream and of eight.
 
-Idea: the defaults a user receives are timed, through `LLM.generate`, on prompts of random words. Beside them, in the
-same run, stand transformers on a V4 model of the same widths and the same ops under torch.compile, whose compile
-time is a column of its own. The count of torch calls per decode step says why a small model is as fast as it is:
-on a CPU a step pays per call, not per FLOP.
+Idea: the defaults a user receives are timed, through `LLM.generate`, on prompts of random words. Beside
+them, in the same run, stand transformers on a V4 model of the same widths and the same ops under
+torch.compile, whose compile time is a column of its own. The count of torch calls per decode step says
+why a small model is as fast as it is: on a CPU a step pays per call, not per FLOP.
 
-Units: `ttft_s` is seconds from the request to its first token (median over the streams); `decode_tok_s` is tokens per
-second after the first, all streams together. Each is the median of `--repeats` runs after one that warms up.
+Units: `ttft_s` is seconds from the request to its first token (median over the streams); `decode_tok_s`
+is tokens per second after the first, all streams together. Each is the median of `--repeats` runs after
+one that warms up.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ def main(args: Any) -> int:
     """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
     report = measure(args)
     if args.result_dir:
-        say(
-            f"written to {write(report, args.result_dir, f'{report["model"]}-{args.device or "default"}-latency')}"
-        )
+        label = f"{report['model']}-{args.device or 'default'}-latency"
+        say(f"written to {write(report, args.result_dir, label)}")
     if args.json:
         print(json.dumps(report))
     else:
@@ -157,8 +157,14 @@ def peer_rows(llm: LLM, prompts: Prompts, rows: list, args: Any) -> dict[str, An
     say("transformers, V4 at the same widths")
     run = transformers_run(llm.config, llm.dtype, torch.device(llm.device))
     measured = [timed(run, prompts, row, args) for row in rows if row[1] <= 200]
-    name = f"transformers {transformers.__version__} DeepseekV4ForCausalLM, {str(llm.dtype).removeprefix('torch.')}"
-    return peer | {"name": name, "decode_tok_s": measured[0]["decode_tok_s"], "runs": measured}
+    name = f"transformers {transformers.__version__} DeepseekV4ForCausalLM"
+    dtype = str(llm.dtype).removeprefix("torch.")
+    return peer | {
+        "name": name,
+        "dtype": dtype,
+        "decode_tok_s": measured[0]["decode_tok_s"],
+        "runs": measured,
+    }
 
 
 class Calls(TorchDispatchMode):
@@ -176,7 +182,7 @@ class Calls(TorchDispatchMode):
 
 
 def torch_calls_per_step(run: Run, prompts: Prompts) -> float:
-    """Torch operations of one decode step of one stream: the difference of 9 and of 1 generated tokens, by 8."""
+    """Torch operations of one decode step of one stream: those of 9 tokens less those of 1, by 8."""
     counts = []
     for new_tokens in (1, 9):
         with Calls() as calls:

@@ -1,8 +1,9 @@
 """transformers beside dskit: its DeepSeek-V4 model at the same widths, timed by the same clock.
 
-Idea: V4 is the nearest model that transformers has. It gets the demo's widths, layers, heads, experts, residual
-streams and window, V4-Flash's own pattern of compression (4 and 128 by turns), random weights, our dtype, our
-threads, and its own cache. What it lacks is Engram and the quantised formats, which makes its step the lighter one.
+Idea: V4 is the nearest model that transformers has. It gets the demo's widths, layers, heads, experts,
+residual streams and window, V4-Flash's own pattern of compression (4 and 128 by turns), random weights,
+our dtype, our threads, and its own cache. What it lacks is Engram and the quantised formats, which makes
+its step the lighter one.
 
 Units: seconds; tokens per second of one stream.
 """
@@ -80,6 +81,7 @@ class Clock:
         self.first = self.last = 0.0
 
     def __call__(self, ids: torch.Tensor, _scores: object, **_unused: object) -> torch.Tensor:
+        """Note the time; go on."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
