@@ -33,7 +33,7 @@ lab: ## open the first notebook in JupyterLab
 	@$(INSTALL) notebook && $(BIN)/jupyter lab notebooks/00_start.ipynb
 
 lint: ## ruff, and the size of each room
-	@$(INSTALL) dev && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python tools/sizes.py
+	@$(INSTALL) dev && $(BIN)/ruff check . && $(BIN)/python tools/sizes.py
 
 bench: ## tokens per second and time to first token of the demo, beside transformers
 	@$(INSTALL) dev && $(BIN)/dskit bench latency demo
