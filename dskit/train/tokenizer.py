@@ -35,6 +35,7 @@ from dskit.train import skills
 from dskit.train.words import load
 
 IMAGE_ID = 4094
+WORD_WEIGHT = 8  # how often the corpus repeats the list, so that merges go to words more than to coined names
 COUNTS = {"define": 3000, "arithmetic": 600, "tools": 4000, "recall": 400, "json": 2500, "greet": 300, "about": 300,
           "decline": 600}  # fmt: skip
 
@@ -46,7 +47,7 @@ def corpus(seed: int = 0) -> Iterator[str]:
     control = [letters.specials[s] for s in chat.SPECIALS]
     rng = Random(seed)
     for entry in load():
-        yield from (f" {entry.word}", f" {entry.word}", entry.definition, entry.definition, entry.definition)
+        yield from [f" {entry.word}", entry.definition] * WORD_WEIGHT
     for skill, count in COUNTS.items():
         for _ in range(count):
             item = skills.sample(skill, rng)

@@ -50,8 +50,8 @@ HOBBIES = "chess hiking sailing cooking painting running reading fishing dancing
 CURRENCIES = "EUR USD GBP JPY CHF SEK NOK CAD AUD CNY INR BRL".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 ONSETS = "b br d dr f g gr h j k kr l m n p r s st t tr v z sh th w".split()
-VOWELS = "a e i o u a e i o ai ea ou".split()
-CODAS = ["", "", "", "", "n", "r", "l", "s", "k", "m", "x", "nd"]
+VOWELS = "a e i o u a e i o u a e i o u ai ou".split()
+CODAS = ["", "", "", "n", "r", "l", "s", "k", "m"]
 
 
 def split_of(value: object) -> str:
@@ -70,9 +70,9 @@ def held(rng: Random, split: str, make: Callable[[], T]) -> T:
 
 
 def coined(rng: Random) -> str:
-    """A made-up name of two or three syllables, such as Toleska."""
-    parts = [rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice((2, 2, 2, 3)))]
-    return "".join(parts).capitalize()
+    """A made-up name of two syllables, rarely three, such as Toles or Branik."""
+    syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(3 if rng.random() < 0.1 else 2)]
+    return ("".join(syllables) + rng.choice(CODAS)).capitalize()
 
 
 def person(rng: Random, split: str) -> str:

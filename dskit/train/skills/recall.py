@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dskit.train.skills import draw, talk
 
-CHARACTERS_PER_TOKEN, TOKENS_PER_TURN = 4.2, 5
+CHARACTERS_PER_TOKEN, TOKENS_PER_TURN = 3.9, 5
 NUMBERS = {"code": 4, "locker": 3, "room": 3, "badge": 5, "seat": 2, "number": 6}
 THINGS = {
     "color": draw.COLORS, "pet": draw.PETS, "drink": draw.DRINKS, "job": draw.JOBS, "hobby": draw.HOBBIES, "day": draw.DAYS,
