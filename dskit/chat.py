@@ -315,6 +315,15 @@ def parse(prompt: Prompt, output: str, reason: str = "stop") -> dict[str, Any]:
     return parser.response()["choices"][0]["message"]
 
 
+def parse_ids(prompt: Prompt, ids: Sequence[int], tokenizer: Tokenizer, reason: str = "stop") -> dict[str, Any]:
+    """`parse` of token ids."""
+    parser = StreamParser(prompt, tokenizer)
+    parser.start()
+    parser.push(ids)
+    parser.finish(reason)
+    return parser.response()["choices"][0]["message"]
+
+
 _VERSIONS = {"v4.1": recipe.ModelVersion.DeepseekV41Flash, "v4": recipe.ModelVersion.DeepseekV4Pro}
 _ANY_TOOL = [recipe.ToolDefinition("any")]
 
