@@ -155,7 +155,7 @@ class Remote:
         self.usage: dict[str, Any] = {}
 
     def deltas(self, body: dict[str, Any]) -> Iterator[Delta]:
-        """Deltas of one reply; leaving the loop early closes the connection, which stops the server's work."""
+        """Deltas of one reply; leaving the loop early closes the connection, which stops the server."""
         effort = {"reasoning_effort": body["reasoning_effort"]}
         rest = {name: value for name, value in body.items() if name not in effort}
         usage = {"include_usage": True}

@@ -51,7 +51,7 @@ def main(args: Any) -> int:
 def measure(args: Any) -> dict[str, Any]:
     """The whole report for parsed flags (`dskit.flags.LatencyArgs`)."""
     with LLM(args.model, device=args.device, numerics=args.numerics, seed=args.seed) as llm:
-        rows = [row for row in ROWS if row[1] + args.output_len <= llm.config.max_position_embeddings]
+        rows = [row for row in ROWS if row[1] + args.output_len <= llm.max_model_len]
         run = ours(llm)
         prompts = Prompts(llm.config.vocab_size, args.seed)
         say("dskit as it is")
@@ -65,12 +65,22 @@ def measure(args: Any) -> dict[str, Any]:
         peer = peer_rows(llm, prompts, rows, args)
         settings = flags_that_change_speed(args)
         defaults = flags_that_change_speed(type(args)())
+        left_out = [
+            {
+                "streams": streams,
+                "prompt_tokens": tokens,
+                "reason": f"{llm.name} holds {llm.max_model_len} tokens",
+            }
+            for streams, tokens in ROWS
+            if (streams, tokens) not in rows
+        ]
         env = environment(llm, settings, defaults, INTERVAL)
     ratio = runs[0]["decode_tok_s"] / peer["decode_tok_s"] if peer["decode_tok_s"] else None
     return {
         "env": env,
         "model": str(args.model).rstrip("/").split("/")[-1],
         "runs": runs + compiled,
+        "left_out": left_out,
         "compile_reason": why_not_compiled,
         "peer": peer,
         "ratio": ratio,
