@@ -1,0 +1,209 @@
+"""The runner: lays a plan out as tensors, runs the model over the caches, returns logits.
+
+A plan is a list of `Work`: which rows of which sequence, and where its caches are. The rows of all of them are
+packed one after another; everything a layer needs to find its neighbours (ring rows, pool rows, visible entries,
+n-grams, angles) is worked out here once per step, in numpy, and shared by all layers.
+
+Bounded replay: decoder layers see windows only from `prompt_len - keep` on (`mask`), or run on those rows only
+(`compact`); both give the same logits for the rows they keep.
+
+State: the caches are owned here; a slot needs no reset, since a new sequence reads only what it wrote.
+Errors: ValueError for replay settings that the model cannot serve.
+Source: engine.md sections 3, 6.5, 8.1; model.md 3.15.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dskit import ops
+from dskit.config import ModelConfig
+from dskit.engine import pools
+from dskit.layers.compress import GroupPlan
+from dskit.layers.indexer import Segment
+from dskit.layers.rope import angles
+from dskit.layers.swa import RingPlan
+from dskit.model import Model, Step
+
+
+@dataclass
+class Work:
+    """New rows [start, stop) of one sequence; `tokens` holds its ids up to stop at least."""
+
+    seq_slot: int
+    blocks: list[int]
+    tokens: list[int]
+    start: int
+    stop: int
+    prompt_len: int
+    want: str = "last"  # which rows' logits: last, all, none
+
+
+class Layout:
+    """The rows of a list of Work in arrays: one number per work (starts ...), one per row (owner, pos)."""
+
+    def __init__(self, starts: np.ndarray, stops: np.ndarray, slots: np.ndarray):
+        self.starts, self.stops, self.slots = starts, stops, slots
+        self.counts = stops - starts
+        self.offsets = np.concatenate(([0], self.counts.cumsum()))
+        self.owner = np.repeat(np.arange(len(starts)), self.counts)
+        self.pos = np.arange(self.offsets[-1]) - self.offsets[self.owner] + starts[self.owner]
+
+
+def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray, device) -> RingPlan:
+    """Where rows of `want` [R, U] (positions of sequence owner[R]; negative: none) stand, and where new rows go.
+
+    `reach` is the longest look back, itself included: few enough new rows are written before they are read.
+    """
+    own = owner[:, None]
+    if at.counts.max(initial=0) + reach - 1 <= ring:
+        read = at.slots[own] * ring + want % ring
+        history, kept, slots = None, None, at.slots[at.owner] * ring + at.pos % ring
+    else:
+        first = np.maximum(at.starts - (reach - 1), 0)
+        length = at.starts - first
+        before = 1 + np.concatenate(([0], length.cumsum()))  # row 0 of the line is the reserved, empty row
+        old = np.repeat(np.arange(len(first)), length)
+        old_pos = np.arange(len(old)) - (before[:-1] - 1)[old] + first[old]
+        history = np.concatenate(([0], at.slots[old] * ring + old_pos % ring))
+        new = before[-1] + at.offsets[:-1]
+        read = np.where(want >= at.starts[own], new[own] + want - at.starts[own], before[own] + want - first[own])
+        kept = np.flatnonzero(at.pos >= at.stops[at.owner] - ring)
+        slots = at.slots[at.owner[kept]] * ring + at.pos[kept] % ring
+    return RingPlan(_put(np.where(want < 0, -1, read), device), _put(history, device), _put(kept, device),
+                    _put(slots, device))
+
+
+def _put(array: np.ndarray | None, device) -> Tensor | None:
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+class ModelRunner:
+    """Runs one model over its own caches."""
+
+    def __init__(self, model: Model, *, num_blocks: int, block_size: int, num_slots: int, replay: str = "off",
+                 keep: int | None = None):
+        self.model, self.config, self.block_size = model, model.config, block_size
+        self.device = model.norm.weight.device
+        self.replay, self.keep = replay, keep or self.config.sliding_window + 2 * pools.backtrack(self.config)
+        if replay != "off":
+            self._check_replay()
+        self.memory = pools.allocate(self.config, model.numerics, num_blocks=num_blocks, block_size=block_size,
+                                     num_slots=num_slots, device=self.device)
+
+    def _check_replay(self) -> None:
+        need = self.config.sliding_window + pools.backtrack(self.config)
+        if self.replay not in ("mask", "compact"):
+            raise ValueError(f"replay is {self.replay!r}; choose off, mask or compact")
+        if self.config.split >= self.config.num_hidden_layers:
+            raise ValueError(f"replay is {self.replay!r}, but this model has no decoder layers (ratio 1); use 'off'")
+        if self.keep < need:
+            raise ValueError(f"keep_tokens is {self.keep}; the window and the rows that may be rolled back need {need}")
+
+    @torch.inference_mode()
+    def run(self, work: list[Work]) -> Tensor:
+        """Logits, float32 [rows asked for, V], in row order; the caches then hold all new rows."""
+        ops.set_phase("decode" if all(w.stop - w.start == 1 for w in work) else "prefill")
+        return self.model(self.step(work), self.memory)
+
+    def step(self, work: list[Work]) -> Step:
+        """The Step of a list of work: everything that layers need to know about these rows."""
+        at = Layout(*(np.array([getattr(w, name) for w in work], dtype=np.int64)
+                      for name in ("start", "stop", "seq_slot")))
+        tail_start = np.array([max(w.prompt_len - self.keep, 0) for w in work], dtype=np.int64)
+        floor = tail_start if self.replay != "off" else np.zeros_like(tail_start)
+        step = self._rows(work, at, floor)
+        step.groups = {r: self._groups(work, at, r) for r in self._ratios}
+        step.wanted = self._wanted(work, at)
+        if self.replay == "compact" and (at.starts < floor).any():
+            kept = np.flatnonzero(at.pos >= floor[at.owner])
+            late = Layout(np.minimum(np.maximum(at.starts, floor), at.stops), at.stops, at.slots)
+            step.tail = _put(kept, self.device), self._rows(work, late, floor)
+            step.wanted = self._wanted(work, late)
+        return step
+
+    @property
+    def _ratios(self) -> set[int]:
+        return {self.config.ratio(s) for s in self.config.kv_source_layer_ids}
+
+    def _rows(self, work: list[Work], at: Layout, floor: np.ndarray) -> Step:
+        """What concerns the rows themselves; `floor`: first position that decoder windows show, per work."""
+        config, pos = self.config, _put(at.pos, self.device)
+        ids = np.concatenate([np.asarray(w.tokens[a:b], dtype=np.int64)
+                              for w, a, b in zip(work, at.starts, at.stops, strict=True)])
+        rope = {flag: angles(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
+        image = ids == config.image_token_id if config.image_token_id is not None else np.zeros(len(ids), bool)
+        step = Step(_put(ids, self.device), pos, rope, self._windows(at, floor), split=config.split)
+        step.image = _put(image, self.device) if image.any() else None
+        step.segments = {r: self._segments(work, at, r) for r in self._ratios}
+        if config.engram_layer_ids:
+            step.gram = self._grams(work, at)
+        return step
+
+    def _windows(self, at: Layout, floor: np.ndarray) -> tuple[RingPlan, RingPlan]:
+        window, ring = self.config.sliding_window, pools.window_ring(self.config)
+        want = at.pos[:, None] + np.arange(1 - window, 1)
+        early = ring_plan(at, ring, window, at.owner, want, self.device)
+        if not floor.any():
+            return early, early
+        seen = np.where(want >= floor[at.owner, None], want, -1)
+        return early, ring_plan(at, ring, window, at.owner, seen, self.device)
+
+    def _groups(self, work: list[Work], at: Layout, ratio: int) -> GroupPlan:
+        first, stop = at.starts // ratio, at.stops // ratio  # entries completed by these rows
+        count = stop - first
+        owner = np.repeat(np.arange(len(work)), count)
+        entry = np.arange(len(owner)) - (count.cumsum() - count)[owner] + first[owner]
+        per_block = self.block_size // ratio
+        block = np.array([work[o].blocks[e // per_block] for o, e in zip(owner, entry, strict=True)], dtype=np.int64)
+        ring = None
+        if ratio > 1 or not self.config.is_v41:
+            members = pools.members(self.config, ratio)
+            want = (entry[:, None] + 1) * ratio + np.arange(-members, 0)
+            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, want, self.device)
+        cos, sin = angles(_put(entry * ratio, self.device), self.model.frequency_1)
+        return GroupPlan(ring, cos, sin, _put(block * per_block + entry % per_block, self.device))
+
+    def _segments(self, work: list[Work], at: Layout, ratio: int) -> list[Segment]:
+        """Runs of works with equally many rows; each with a table of the pool rows of all visible entries."""
+        per_block, found, i = self.block_size // ratio, [], 0
+        while i < len(work):
+            j = i + 1
+            while j < len(work) and at.counts[j] == at.counts[i]:
+                j += 1
+            rows = slice(int(at.offsets[i]), int(at.offsets[j]))
+            shape = (j - i, int(at.counts[i]))
+            visible = (at.pos[rows].reshape(shape) + 1) // ratio
+            longest = int(visible.max(initial=0))
+            blocks = np.zeros((j - i, -(-longest // per_block)), dtype=np.int64)
+            for k, w in enumerate(work[i:j]):
+                have = w.blocks[: blocks.shape[1]]
+                blocks[k, : len(have)] = have
+            table = (blocks[:, :, None] * per_block + np.arange(per_block)).reshape(j - i, -1)[:, :longest]
+            found.append(Segment(rows, shape, _put(visible, self.device), _put(table, self.device)))
+            i = j
+        return found
+
+    def _grams(self, work: list[Work], at: Layout) -> Tensor:
+        """Folded n-grams [T, Q] ending at each row, newest first; what lies before the start or an image is filler."""
+        config, folding, parts = self.config, self.model.folding, []
+        longest, filler = config.engram_max_ngram_size, self.model.folding[config.engram_pad_token_id]
+        for w, start, stop in zip(work, at.starts, at.stops, strict=True):
+            before = min(longest - 1, int(start))
+            ids = np.asarray(w.tokens[start - before : stop], dtype=np.int64)
+            folded = np.where(ids == config.image_token_id, -1, folding[ids])
+            folded = np.concatenate((np.full(longest - 1 - before, -1), folded))
+            gram = np.lib.stride_tricks.sliding_window_view(folded, longest)[:, ::-1]
+            dead = np.logical_or.accumulate(gram < 0, axis=1)
+            parts.append(np.where(dead, filler, gram))
+        return _put(np.concatenate(parts), self.device)
+
+    def _wanted(self, work: list[Work], at: Layout) -> Tensor:
+        rows = [np.arange(0) if w.want == "none" else
+                np.arange(at.offsets[i + 1] - (1 if w.want == "last" else at.counts[i]), at.offsets[i + 1])
+                for i, w in enumerate(work)]
+        return _put(np.concatenate(rows), self.device)

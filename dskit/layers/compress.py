@@ -1,0 +1,86 @@
+"""KV compressor: pools groups of `ratio` tokens into one global entry, written once and read by many layers.
+
+Idea: only the KV source layers compress. Of each group of r tokens, every channel takes its own softmax-weighted
+mean of the r values; the result is normed and becomes the global key-and-value of all layers up to the next
+source. Ratio 1 is a plain projection. V4's ratio 4 overlaps: a token has one role in its own group and another in
+the next one, so an entry pools eight slots.
+
+    v = x Wkv,  g = x Wgate (+ ape[position mod r] in V4),  entry = rms( sum_u softmax_u(g) * v )
+
+Shapes: x_TD -> latent [E, H], one row per group that this step completes, not yet rotated.
+State: (v, g) of the unfinished group wait in a float32 ring per request, [slots * ring, 2, width].
+Errors: none of its own.
+Numerics: for ratio > 1 products and pooling in float32, bfloat16 just before the norm.
+Kernel: kernels/compress.py (compress.pool)
+Source: model.md 3.8, 6.2; config fields compress_ratios, kv_source_layer_ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dskit import ops
+from dskit.config import ModelConfig
+from dskit.layers.linear import Linear, Numerics
+from dskit.layers.norm import RMSNorm, up
+from dskit.layers.swa import RingPlan, remember_
+
+
+@dataclass
+class GroupPlan:
+    """The groups that a step completes, for one ratio.
+
+    ring: where (v, g) of new rows wait; its `read` [E, members] lists each group's rows, -1 where absent.
+    cos, sin: angles of each group's first token. slots [E]: rows of the global pool that the entries fill.
+    """
+
+    ring: RingPlan | None
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+
+
+@ops.op("compress.pool")
+def pool(v_EUH: Tensor, g_EUH: Tensor) -> Tensor:
+    """Softmax of g over the U members of a group, per channel; the mean of v under it, [E, H]. g is -inf where absent."""
+    return (g_EUH.softmax(dim=1) * v_EUH).sum(dim=1)
+
+
+class Compressor(nn.Module):
+    """Makes un-rotated latents of completed groups; `width` is head_dim, or index_head_dim for V4's index keys."""
+
+    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, width: int):
+        super().__init__()
+        self.ratio, self.numerics, self.width = ratio, numerics, width
+        self.overlaps = not config.is_v41 and ratio == 4
+        out, fmt = width * (2 if self.overlaps else 1), "bf16" if ratio == 1 and config.is_v41 else "fp32"
+        self.gated = ratio > 1 or not config.is_v41
+        self.wkv = Linear(config.hidden_size, out, numerics, fmt=fmt)
+        self.norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype)
+        if self.gated:
+            self.wgate = Linear(config.hidden_size, out, numerics, fmt=fmt)
+        if not config.is_v41:
+            self.ape = nn.Parameter(torch.zeros(ratio, out), requires_grad=False)
+
+    def forward(self, x_TD: Tensor, pos_T: Tensor, carry: Tensor | None, plan: GroupPlan) -> Tensor:
+        """x_TD -> normed latents [E, width] of the groups completed by these rows; updates the carry."""
+        if not self.gated:
+            return self.norm(self.wkv(x_TD))
+        v, g = self.wkv(up(x_TD), torch.float32), self.wgate(up(x_TD), torch.float32)
+        if hasattr(self, "ape"):
+            g = g + self.ape[pos_T % self.ratio]
+        line = remember_(carry, torch.stack((v, g), dim=1), plan.ring)
+        members = line[plan.ring.read.clamp(min=0)]  # [E, U, 2, out]
+        v, g = members.unbind(dim=2)
+        g = g.masked_fill(plan.ring.read[..., None] < 0, float("-inf"))
+        if self.overlaps:
+            v, g = self._roles(v), self._roles(g)
+        return self.norm(pool(v, g).to(self.numerics.dtype))
+
+    def _roles(self, member: Tensor) -> Tensor:
+        """Of 2r members, the earlier r play their first half (next entry), the later r their second (own entry)."""
+        earlier, later = member.chunk(2, dim=1)
+        return torch.cat((earlier[..., : self.width], later[..., self.width :]), dim=1)

@@ -1,0 +1,95 @@
+"""DSpark: a small draft model that proposes a block of tokens, which the full model then checks in one step.
+
+Idea: tapped streams of a few late layers are projected to one vector per committed token and cached as keys by
+each draft stage. A round runs the block [newest token, noise, noise, ...] once through the stages, window-only and
+not causal inside the block; a low-rank Markov head then walks left to right and adds what the token just drafted
+says about the next. A confidence head estimates for each draft whether it will be accepted.
+
+    main = rms(concat(taps) Wmain),  tap = mean of the streams entering the layer (V4: leaving it)
+    logit_i = head(rms(x_i)) + markov_embed[token_i] markov_head^T,   conf_i = [x_i, markov_embed[token_i]] proj^T
+
+Shapes: taps [T, D] each -> main_TD; block rows x [B, M, D], base logits [B, M, V] -> tokens [B, M], logits, conf [B, M].
+State: per stage a window ring of keys made from main; the block's own keys are never kept.
+Errors: none of its own.
+Numerics: taps are stored in the dtype of values; Markov and confidence products are float32.
+Kernel: kernels/dspark.py (dspark.markov, dspark.confidence)
+Source: model.md 3.13; config fields dspark_*; drafting and its use in the engine: dspark.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dskit import ops
+from dskit.config import ModelConfig
+from dskit.layers import mhc
+from dskit.layers.linear import Linear, Numerics
+from dskit.layers.norm import RMSNorm, up
+
+
+def tap(X_TND: Tensor) -> Tensor:
+    """What the draft sees of a layer: the mean over streams, [T, D] in the dtype of values."""
+    return up(X_TND).mean(dim=1).to(X_TND.dtype)
+
+
+@ops.op("dspark.markov")
+def markov(base_BV: Tensor, m_BR: Tensor, head_VR: Tensor) -> Tensor:
+    """Draft logits of one position: the block's own plus the bias that the previous token's embedding m gives."""
+    return base_BV + up(m_BR) @ up(head_VR).T
+
+
+@ops.op("dspark.confidence")
+def confidence(x_BMD: Tensor, m_BMR: Tensor, proj_1F: Tensor) -> Tensor:
+    """One logit per drafted token, [B, M], from the un-normed collapse and the Markov embedding before it."""
+    return (torch.cat((up(x_BMD), up(m_BMR)), dim=-1) @ up(proj_1F).T).squeeze(-1)
+
+
+class MarkovHead(nn.Module):
+    """Embedding and output rows of the bigram bias, [V, rank] each."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics):
+        super().__init__()
+        self.embed = Linear(config.dspark_markov_rank, config.vocab_size, numerics, fmt="bf16")
+        self.head = Linear(config.dspark_markov_rank, config.vocab_size, numerics, fmt="bf16")
+
+
+class DraftHeads(nn.Module):
+    """The parts of the draft that are not blocks; they live on its first and its last stage, as in the checkpoint."""
+
+    @staticmethod
+    def attach(stages: nn.ModuleList, config: ModelConfig, numerics: Numerics) -> None:
+        """Put main_proj and main_norm on the first stage, norm, Markov and confidence heads on the last."""
+        D, first, last = config.hidden_size, stages[0], stages[-1]
+        first.main_proj = Linear(D * len(config.dspark_target_layer_ids), D, numerics, block=config.weight_block_size)
+        first.main_norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype)
+        last.norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype)
+        last.markov_head = MarkovHead(config, numerics)
+        last.confidence_head = nn.Module()
+        last.confidence_head.proj = Linear(D + config.dspark_markov_rank, 1, numerics, fmt="bf16")
+        if not config.is_v41:
+            mhc.add_collapse(last, config)
+
+
+def main_projection(taps: list[Tensor], stages: nn.ModuleList, numerics: Numerics) -> Tensor:
+    """Taps of the target layers -> main_TD, from which every stage makes its keys."""
+    first = stages[0]
+    return first.main_norm(first.main_proj(numerics.activation(torch.cat(taps, dim=-1))))
+
+
+def propose(x_BMD: Tensor, base_BMV: Tensor, token_B: Tensor, last: nn.Module, pick: Callable[[Tensor], Tensor]
+            ) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the block left to right: (tokens [B, M], logits [B, M, V], confidence logits [B, M]).
+
+    token_B is the newest committed token; `pick` turns logits [B, V] into tokens [B] (argmax, or a sampler).
+    """
+    tokens, logits, embeddings = [], [], []
+    for i in range(x_BMD.shape[1]):
+        embeddings.append(last.markov_head.embed.dense()[token_B])
+        logits.append(markov(base_BMV[:, i], embeddings[-1], last.markov_head.head.dense()))
+        token_B = pick(logits[-1])
+        tokens.append(token_B)
+    conf = confidence(x_BMD, torch.stack(embeddings, dim=1), last.confidence_head.proj.dense())
+    return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), conf

@@ -1,0 +1,153 @@
+"""Sparse indexer: scores every global entry cheaply and selects the few that attention will read.
+
+Idea: small index queries meet small index keys; rectified dot products are summed under per-token head weights,
+and the K best visible entries are kept. A candidate source also publishes the best blocks of entries, and later
+index layers let only those compete. Layers that are no index source reuse the newest selection.
+
+    score[t, s] = sum_h w[t, h] * max(0, q[t, h] . key[s]),   s visible when s < (t + 1) // ratio
+
+Shapes: q [B, Q, X, Y] (X index heads of width Y), keys [B, S, Y] -> scores [B, Q, S] -> chosen [B, Q, K], ascending,
+-1 where fewer are visible. Q is the rows per request of a segment.
+Errors: none of its own.
+Numerics: release scores are bfloat16 after the dot product, the head product and the sum; ties go to the lower index.
+Kernel: kernels/indexer.py (indexer.scores, indexer.blocks, indexer.topk)
+Source: model.md 3.9, 6.2, 9; config fields index_topk, candidate_topk_blocks, candidate_block_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dskit import ops
+from dskit.config import ModelConfig
+from dskit.layers.compress import Compressor
+from dskit.layers.linear import Linear, Numerics
+from dskit.layers.norm import RMSNorm
+from dskit.layers.rope import rotate
+
+SCORE_ELEMENTS = 1 << 24  # products held at once; longer prefills are scored in blocks of rows
+
+
+@dataclass
+class Segment:
+    """Consecutive rows of requests that add equally many rows, for one ratio.
+
+    rows: slice of the step; visible [B, Q] entries that each row may see, first [B, Q] the first of them (None: 0);
+    table [B, S] pool rows of the entries, or None where there is none.
+    """
+
+    rows: slice
+    shape: tuple[int, int]
+    visible: Tensor
+    table: Tensor
+    first: Tensor | None = None
+
+
+@ops.op("indexer.scores")
+def scores(q_BQXY: Tensor, weight_BQX: Tensor, key_BSY: Tensor, row_tile: int | None = None) -> Tensor:
+    """Index scores [B, Q, S] in the dtype of `weight`, which also holds the products (bfloat16 in release)."""
+    dtype, wide = weight_BQX.dtype, torch.promote_types(weight_BQX.dtype, torch.float32)
+    B, Q, X, Y = q_BQXY.shape
+    S = key_BSY.shape[1]
+    tile = row_tile or 1
+    key = F.pad(key_BSY, (0, 0, 0, -S % tile)).to(wide)
+    step = max(1, SCORE_ELEMENTS // max(1, B * X * key.shape[1]))
+    parts = []
+    for q, weight in zip(q_BQXY.to(wide).split(step, dim=1), weight_BQX.split(step, dim=1), strict=True):
+        if row_tile is None:
+            dot = q.flatten(1, 2) @ key.transpose(1, 2)  # [B, q*X, S]
+            dot = dot.unflatten(1, (-1, X))
+        else:  # fixed shapes: tiles of keys times the heads of one query
+            tiles = key.unflatten(1, (-1, tile))[:, None]
+            dot = (tiles @ q.transpose(2, 3)[:, :, None]).flatten(2, 3).transpose(2, 3)
+        parts.append((dot.to(dtype).relu() * weight[..., None]).sum(dim=2)[..., :S])
+    return torch.cat(parts, dim=1) if parts else key.new_zeros(B, Q, S, dtype=dtype)
+
+
+@ops.op("indexer.blocks")
+def blocks(score_BQS: Tensor, visible_BQ: Tensor, size: int, count: int) -> Tensor:
+    """Candidate blocks: bool [B, Q, S], true in the `count` best blocks; the newest visible block always stays."""
+    S = score_BQS.shape[-1]
+    best = F.pad(score_BQS, (0, -S % size), value=float("-inf")).unflatten(-1, (-1, size)).amax(dim=-1)
+    best.scatter_(-1, ((visible_BQ - 1).clamp(min=0) // size)[..., None], float("inf"))
+    order = best.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    keep = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, order, True) & (best > float("-inf"))
+    return keep.repeat_interleave(size, dim=-1)[..., :S]
+
+
+@ops.op("indexer.topk")
+def topk(score_BQS: Tensor, k: int) -> Tensor:
+    """The k best entries of each row with a score above -inf, ascending, padded with -1: int64 [B, Q, k]."""
+    S = score_BQS.shape[-1]
+    best = score_BQS.sort(dim=-1, descending=True, stable=True)
+    index = best.indices[..., :k].masked_fill(best.values[..., :k] == float("-inf"), S).sort(dim=-1).values
+    return F.pad(index.masked_fill(index == S, -1), (0, k - index.shape[-1]), value=-1)
+
+
+def hadamard(v: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last axis, a power of two wide."""
+    width, y = v.shape[-1], v.float()
+    half = 1
+    while half < width:
+        pair = y.unflatten(-1, (-1, 2, half))
+        y = torch.stack((pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]), dim=-2).flatten(-3)
+        half *= 2
+    return (y * width**-0.5).to(v.dtype)
+
+
+class Indexer(nn.Module):
+    """Index queries of one index source; a KV source also makes the index keys."""
+
+    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics):
+        super().__init__()
+        self.config, self.layer, self.numerics = config, layer, numerics
+        self.heads, self.width = config.index_n_heads, config.index_head_dim
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, numerics, block=config.weight_block_size)
+        self.weights_proj = Linear(config.hidden_size, self.heads, numerics, fmt="bf16")
+        if layer in config.kv_source_layer_ids:
+            if config.is_v41:
+                self.wk = Linear(config.head_dim, self.width, numerics, fmt="bf16")
+                self.k_norm = RMSNorm(self.width, config.rms_norm_eps, numerics.dtype)
+            else:
+                self.compressor = Compressor(config, config.ratio(layer), numerics, self.width)
+
+    def keys(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Index keys [E, Y] of new entries, from their un-rotated latents (V4: from its own compressor's)."""
+        key = self.k_norm(self.wk(latent)) if self.config.is_v41 else latent
+        return self._round(rotate(key, cos, sin))
+
+    def _round(self, v: Tensor) -> Tensor:
+        if not self.config.is_v41 and self.numerics.release:
+            v = hadamard(v)
+        return self.numerics.cache(v, "fp4_32")
+
+    def score(self, x_TD: Tensor, latent_TR: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
+              segments: list[Segment]) -> list[Tensor]:
+        """Scores [B, Q, S] per segment, -inf outside what a row may see. latent_TR is rounded for wq_b."""
+        q = rotate(self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width)), cos, sin)
+        q = self._round(q)
+        weight = self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
+        found = []
+        for seg in segments:
+            of = scores(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
+                        pool[seg.table], self.numerics.row_tile)
+            entry = torch.arange(of.shape[-1], device=of.device)
+            hidden = entry >= seg.visible[..., None]
+            if seg.first is not None:
+                hidden = hidden | (entry < seg.first[..., None])
+            found.append(of.masked_fill(hidden, float("-inf")))
+        return found
+
+    def select(self, found: list[Tensor], segments: list[Segment], candidates: list[Tensor] | None
+               ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """(chosen entries [B, Q, K] per segment, candidate masks that later index sources must respect)."""
+        if self.layer == self.config.candidate_source_layer_id:
+            candidates = [blocks(of, seg.visible, self.config.candidate_block_size, self.config.candidate_topk_blocks)
+                          for of, seg in zip(found, segments, strict=True)]
+        elif candidates is not None:
+            found = [of.masked_fill(~keep, float("-inf")) for of, keep in zip(found, candidates, strict=True)]
+        return [topk(of, self.config.index_topk) for of in found], candidates

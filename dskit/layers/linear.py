@@ -1,0 +1,241 @@
+"""Matrix products with FP8 and MXFP4 weights, and every rounding that the release applies.
+
+Idea: weights are stored as narrow codes with one power-of-two scale per block, activations are rounded to
+e4m3 per group of channels just before the product. Both products and scales are exact in bfloat16, so a
+rounded tensor is held as plain floating point: quantise, restore, and go on.
+
+    s = pow2ceil(max(amax, 1e-4) / 448),   fq8(v)  = e4m3(v / s) * s        per 32 (V4: 64 or 128) channels
+    s = pow2ceil(max(amax, 6 2^-126) / 6), fq4(v)  = e2m1(v / s) * s        per 32 channels
+    s = e4m3(max(amax, 6 2^-9) / 6),       fq4e(v) = e2m1(v / s) * s        per 16 channels
+
+Shapes: x_TK @ weight_NK.T -> y_TN. FP8 scales are [ceil(N/32), ceil(K/32)], MXFP4 codes [N, K/2] uint8 with the
+even channel in the low nibble and scales [N, K/32].
+Units: scales are E8M0 bytes: 2^(byte - 127), 255 is NaN.
+Errors: ValueError when a width does not suit its format.
+Numerics: restored values are exact in float32; sums are float32. "exact" numerics leave every rounding out.
+Kernel: kernels/linear.py (linear.quantize, linear.matmul)
+Source: model.md 3.1, 3.4, 4.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dskit import ops
+from dskit.config import ModelConfig
+
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+# ---- scales and codes ---------------------------------------------------------------------------------------
+
+def pow2ceil(v: Tensor) -> Tensor:
+    """Smallest power of two >= v, from the float32 bits (v positive); exp2(ceil(log2)) errs on exact powers."""
+    return ((v.float().view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def e4m3(v: Tensor) -> Tensor:
+    """Round to the nearest e4m3 value (ties to even), held in v's dtype; clamped first, since casts differ."""
+    return v.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(v.dtype)
+
+
+def e2m1(v: Tensor) -> Tensor:
+    """Round float32 to the nearest e2m1 value, ties to the even code: steps of 0.5 below 2, 1 below 4, else 2."""
+    v = v.clamp(-E2M1_MAX, E2M1_MAX)
+    step = (v.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(1.0, 4.0).mul(0.5)
+    return v.div(step).round().mul(step)
+
+
+def _groups(v: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(v as [..., groups, size] in float32, zero-padded at the end; the largest magnitude of each group)."""
+    short = -v.shape[-1] % size
+    v_GS = (F.pad(v, (0, short)) if short else v).float().unflatten(-1, (-1, size))
+    return v_GS, torch.linalg.vector_norm(v_GS, ord=float("inf"), dim=-1, keepdim=True)
+
+
+@ops.op("linear.quantize")
+def quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
+    """Quantise and restore along the last axis; `fmt` is fp8_<group>, fp4_32 or fp4_16 (e4m3 scales).
+
+    v [..., K] of any float dtype -> [..., K] of `dtype`, which must hold the restored values exactly.
+    """
+    kind, size = fmt.split("_")
+    v_GS, amax = _groups(v, int(size))
+    if kind == "fp8":
+        scale = pow2ceil(amax.clamp(min=1e-4) * (1 / E4M3_MAX))
+        restored = e4m3(v_GS / scale) * scale
+    else:
+        if size == "16":
+            scale = e4m3(amax.clamp(min=E2M1_MAX * 2.0**-9) / E2M1_MAX)
+        else:
+            scale = pow2ceil(amax.clamp(min=E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
+        restored = e2m1(v_GS / scale) * scale
+    return restored.flatten(-2)[..., : v.shape[-1]].to(dtype)
+
+
+# ---- stored weights -----------------------------------------------------------------------------------------
+
+def scale_bytes(scale: Tensor) -> Tensor:
+    """E8M0 bytes of power-of-two float32 scales; the exponent field is the byte."""
+    return ((scale.float().view(torch.int32) >> 23) & 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """Float32 values of E8M0 scales: byte 0 is 2^-127, byte 255 NaN."""
+    return scale.view(torch.float8_e8m0fnu).to(torch.float32)
+
+
+def pack_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Weights [N, K] -> (e4m3 codes [N, K], E8M0 scales [ceil(N/b0), ceil(K/b1)]); largest code per block near 448."""
+    rows, cols = weight.shape
+    padded = F.pad(weight.float(), (0, -cols % block[1], 0, -rows % block[0]))
+    tiles = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # [n, b0, k, b1]
+    scale = pow2ceil(tiles.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-4) * (1 / E4M3_MAX))
+    codes = (tiles / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes = codes.view(torch.uint8).flatten(2, 3).flatten(0, 1)[:rows, :cols].contiguous()
+    return codes.view(torch.float8_e4m3fn), scale_bytes(scale[:, 0, :, 0])
+
+
+def unpack_fp8(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Inverse of pack_fp8: [N, K] of `dtype`."""
+    spread = scale_values(scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return (codes.float() * spread[..., : codes.shape[-2], : codes.shape[-1]]).to(dtype)
+
+
+def pack_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [..., N, K] -> (two e2m1 codes a byte [..., N, K/2] int8, E8M0 scales [..., N, K/32])."""
+    if weight.shape[-1] % 32:
+        raise ValueError(f"MXFP4 needs an input width that is a multiple of 32, not {weight.shape[-1]}")
+    v_GS, amax = _groups(weight, 32)
+    scale = pow2ceil(amax.clamp(min=E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
+    value = e2m1(v_GS / scale).flatten(-2)
+    table = torch.tensor(E2M1_VALUES, device=weight.device)
+    code = torch.bucketize(value.abs(), table) + 8 * torch.signbit(value)
+    packed = code[..., 0::2] | (code[..., 1::2] << 4)
+    return packed.to(torch.uint8).view(torch.int8), scale_bytes(scale.squeeze(-1))
+
+
+def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of pack_fp4: [..., N, K] of `dtype`."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=packed.device)
+    byte = packed.view(torch.uint8).int()
+    value = table[torch.stack((byte & 15, byte >> 4), dim=-1)].flatten(-2)
+    return (value.unflatten(-1, (-1, 32)) * scale_values(scale).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+# ---- numerics -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Numerics:
+    """Which roundings a model applies: all of the release's, or none ("exact").
+
+    dtype: values between operations (bfloat16 in release); compute: operands of a matrix product. Release
+    products have exact bfloat16 operands, so a CPU, where float32 is faster, may compute in float32.
+    row_tile: pad the rows of every product to this multiple, so that a row's bits do not depend on its batch.
+    """
+
+    name: str
+    dtype: torch.dtype
+    compute: torch.dtype
+    activation_format: str
+    window_format: str
+    row_tile: int | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, name: str = "release", *, device: str | torch.device = "cpu",
+           batch_invariant: bool = False, compute: torch.dtype | None = None) -> Numerics:
+        """The named numerics for a config; raises ValueError for an unknown name."""
+        if name not in ("release", "exact"):
+            raise ValueError(f"numerics is {name!r}; choose 'release' or 'exact'")
+        on_gpu = torch.device(device).type == "cuda"
+        if name == "exact":
+            dtype, default = torch.float32, torch.float32
+        else:
+            dtype, default = torch.bfloat16, torch.bfloat16 if on_gpu else torch.float32
+        return cls(name, dtype, compute or default, f"fp8_{config.activation_group}",
+                   "fp8_32" if config.is_v41 else "fp8_64", 16 if batch_invariant else None)
+
+    @property
+    def release(self) -> bool:
+        """True when the release's roundings apply."""
+        return self.name == "release"
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Input of an FP8 or FP4 product: rounded to e4m3 per group, in the compute dtype."""
+        return quantize(x, self.activation_format, self.compute) if self.release else x
+
+    def cache(self, v: Tensor, fmt: str) -> Tensor:
+        """A cached vector (window, global, index): rounded in `fmt`, in the dtype of values."""
+        return quantize(v, fmt, self.dtype) if self.release else v
+
+
+# ---- products -----------------------------------------------------------------------------------------------
+
+@ops.op("linear.matmul")
+def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, summed in float32 -> [..., N] of `dtype`.
+
+    With `row_tile`, rows go through in tiles of exactly that many (zero-padded): a row's bits then do not
+    depend on how many others there are.
+    """
+    if row_tile is None:
+        return F.linear(x.to(weight.dtype), weight).to(dtype)
+    rows = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+    padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % row_tile))
+    tiles = [F.linear(tile, weight) for tile in padded.split(row_tile)]
+    y = torch.cat(tiles)[: rows.shape[0]] if tiles else rows.new_empty(0, weight.shape[0])
+    return y.view(*x.shape[:-1], -1).to(dtype)
+
+
+class Linear(nn.Module):
+    """A projection without bias, stored as `fmt`: "fp8" (blocks), "bf16" or "fp32".
+
+    `weight` holds either the stored codes with `scale` beside them, or, once `expand` has run, plain numbers
+    of the compute dtype with `scale` None. An FP8 product expects `Numerics.activation(x)`, rounded once by
+    the caller for all projections that share an input.
+    """
+
+    def __init__(self, in_features: int, out_features: int, numerics: Numerics, *, fmt: str = "fp8",
+                 block: tuple[int, int] = (32, 32)):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.numerics, self.fmt, self.block = numerics, fmt, block
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=numerics.compute), requires_grad=False)
+        self.scale: nn.Parameter | None = None
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [..., K] (rounded already where the weight is FP8) -> [..., N] in the dtype of values, or `dtype`."""
+        return matmul(x, self.dense(), dtype or self.numerics.dtype, self.numerics.row_tile)
+
+    def dense(self) -> Tensor:
+        """The weight as numbers [N, K]; stored codes are restored on the way."""
+        if self.scale is None:
+            return self.weight
+        return unpack_fp8(self.weight, self.scale, self.block, self.numerics.compute)
+
+
+class Experts(nn.Module):
+    """Stacked weights of all routed experts of a layer, [E, N, K]: "fp4" codes [E, N, K/2], "fp8" blocks, or numbers."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int, numerics: Numerics, *, fmt: str = "fp4",
+                 block: tuple[int, int] = (32, 32)):
+        super().__init__()
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.numerics, self.fmt, self.block = numerics, fmt, block
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, dtype=numerics.compute),
+                                   requires_grad=False)
+        self.scale: nn.Parameter | None = None
+
+    def dense(self, expert: int | slice = slice(None)) -> Tensor:
+        """The weights of one expert [N, K] or several [e, N, K] as numbers."""
+        weight = self.weight[expert]
+        if self.scale is None:
+            return weight
+        if self.fmt == "fp4":
+            return unpack_fp4(weight, self.scale[expert], self.numerics.compute)
+        return unpack_fp8(weight, self.scale[expert], self.block, self.numerics.compute)

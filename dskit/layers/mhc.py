@@ -1,0 +1,92 @@
+"""mHC: manifold-constrained hyper-connections, N residual streams instead of one.
+
+Idea: the residual is N parallel copies. A sublayer reads one weighted sum of them and writes back to all; in
+between the copies are mixed by an N x N matrix that is made doubly stochastic, so that mixing neither grows nor
+shrinks the state. All weights are computed per token from the state. In V4.1 a sublayer reads with the weights
+that the sublayer before it computed.
+
+    m = (f fn^T) / sqrt(mean(f^2) + eps),  f = all streams in a row
+    read p = sigmoid(m scale + base) + hc_eps,  write q = 2 sigmoid(...),  mix C = sinkhorn(...)
+    x = sum_j p_j X_j,   X'_k = q_k y + sum_j C_jk X_j           (the sum runs over the FIRST index of C)
+
+Shapes: X_TND, p_TN and q_TN and C_TNN float32, x_TD, y_TD; fn [(2+N)N, N*D], base [(2+N)N], scale [3].
+Errors: none of its own.
+Numerics: float32 inside, one rounding of x and of X'.
+Kernel: kernels/mhc.py (mhc.mixes, mhc.sinkhorn, mhc.read, mhc.write, mhc.boundary)
+Source: model.md 3.6; config fields hc_mult, hc_sinkhorn_iters, hc_eps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dskit import ops
+from dskit.config import ModelConfig
+from dskit.layers.linear import matmul
+from dskit.layers.norm import up
+
+
+@ops.op("mhc.sinkhorn")
+def sinkhorn(B_TNN: Tensor, iters: int, eps: float) -> Tensor:
+    """Softmax of the rows, then `iters` rounds of normalising; the last step makes the columns sum to one."""
+    C = B_TNN.softmax(dim=-1) + eps
+    C = C / (C.sum(dim=-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        C = C / (C.sum(dim=-1, keepdim=True) + eps)
+        C = C / (C.sum(dim=-2, keepdim=True) + eps)
+    return C
+
+
+@ops.op("mhc.mixes")
+def mixes(X_TND: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc_eps: float, iters: int,
+          row_tile: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Read, write and mix weights (p_TN, q_TN, C_TNN) of a sublayer, from the state before it."""
+    N = X_TND.shape[1]
+    f = up(X_TND).flatten(1)
+    m = matmul(f, fn, f.dtype, row_tile) * torch.rsqrt(f.pow(2).mean(dim=-1, keepdim=True) + eps)
+    p, q, B = m.split((N, N, N * N), dim=-1)
+    p = torch.sigmoid(p * scale[0] + base[:N]) + hc_eps
+    q = 2 * torch.sigmoid(q * scale[1] + base[N : 2 * N])
+    return p, q, sinkhorn((B * scale[2] + base[2 * N :]).unflatten(-1, (N, N)), iters, hc_eps)
+
+
+@ops.op("mhc.read")
+def read(p_TN: Tensor, X_TND: Tensor, dtype: torch.dtype) -> Tensor:
+    """x_TD = sum of the streams under the read weights."""
+    return (p_TN[:, None] @ up(X_TND)).squeeze(1).to(dtype)
+
+
+@ops.op("mhc.write")
+def write(y_TD: Tensor, X_TND: Tensor, q_TN: Tensor, C_TNN: Tensor, dtype: torch.dtype) -> Tensor:
+    """The next state: a sublayer's output spread by q, plus the streams mixed by C transposed."""
+    return torch.baddbmm(q_TN[..., None] * up(y_TD)[:, None], C_TNN.transpose(1, 2), up(X_TND)).to(dtype)
+
+
+def first_read(T: int, N: int, device: torch.device) -> Tensor:
+    """Read weights of the very first sublayer: a plain copy of stream 0."""
+    p = torch.zeros(T, N, device=device)
+    p[:, 0] = 1
+    return p
+
+
+def add_parameters(module: nn.Module, config: ModelConfig, parts: tuple[str, ...]) -> None:
+    """Give a block the parameters `<part>_fn`, `<part>_base`, `<part>_scale` of its sublayers, float32."""
+    N = config.hc_mult
+    for part in parts:
+        for name, shape in (("fn", ((2 + N) * N, N * config.hidden_size)), ("base", ((2 + N) * N,)), ("scale", (3,))):
+            module.register_parameter(f"{part}_{name}", nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+
+def add_collapse(module: nn.Module, config: ModelConfig) -> None:
+    """V4: parameters of the final read, `hc_head_fn`, `hc_head_base`, `hc_head_scale`."""
+    N = config.hc_mult
+    for name, shape in (("fn", (N, N * config.hidden_size)), ("base", (N,)), ("scale", (1,))):
+        module.register_parameter(f"hc_head_{name}", nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+
+def collapse_weights(X_TND: Tensor, module: nn.Module, config: ModelConfig) -> Tensor:
+    """V4: read weights p_TN of the final collapse (not normalised to sum one)."""
+    f = up(X_TND).flatten(1)
+    m = f @ module.hc_head_fn.T * torch.rsqrt(f.pow(2).mean(dim=-1, keepdim=True) + config.rms_norm_eps)
+    return torch.sigmoid(m * module.hc_head_scale + module.hc_head_base) + config.hc_eps

@@ -1,0 +1,251 @@
+"""MLA: 64 query heads attend to one shared key-and-value vector per token, through a low-rank query.
+
+Idea: a token is remembered by a single vector that is key and value for every head. A query row reads its
+window (swa.py) and the global entries that the indexer chose, in one softmax with a learned sink that only adds
+to the denominator. Because the values carry a rotation, the output is rotated back; heads then leave in groups,
+each through its own low-rank projection.
+
+    q = rotate(rms(x Wq_a) Wq_b),  c = rotate(rms(x Wkv)),  z = q . e / sqrt(H)
+    o = unrotate( sum_e exp(z_e) e / (sum_e exp(z_e) + exp(sink)) ),  y = concat_g(o_g Wo_a[g]) Wo_b
+
+Shapes: x_TD -> y_TD; q [T, A, H]; window line [S, H] read by [T, W], global pool [S', H] read by [T, K], -1 for none.
+State: the window ring and, at KV sources, the global pool, the index keys and the open groups; see model.Step.
+Errors: none of its own.
+Numerics: scores and softmax in float32; probabilities rounded to bfloat16 only for the product with the values.
+Kernel: kernels/mla.py (mla.attend, mla.project)
+Source: model.md 3.7, 6.2; config fields q_lora_rank, o_groups, o_lora_rank, sliding_window.
+Try: notebooks/01_mla.ipynb
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dskit import ops
+from dskit.config import ModelConfig
+from dskit.layers.compress import Compressor, GroupPlan
+from dskit.layers.indexer import Indexer, Segment
+from dskit.layers.linear import Linear, Numerics
+from dskit.layers.norm import RMSNorm, up
+from dskit.layers.rope import rotate
+from dskit.layers.swa import RingPlan, remember_
+
+FLOOR = -1e30  # the running maximum starts here, so that a row without entries gives zeros and no NaN
+GATHER_ELEMENTS = 1 << 24  # gathered values held at once; longer steps go in blocks of rows
+
+
+@dataclass
+class Memory:
+    """What attention reads and writes beyond the step itself; None pools mean whole sequences without a cache.
+
+    windows[layer], carries[source], index_carries[source]: rings. entries[source], keys[source]: pools by row.
+    """
+
+    windows: dict[int, Tensor] = field(default_factory=dict)
+    entries: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    carries: dict[int, Tensor] = field(default_factory=dict)
+    index_carries: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Global:
+    """The global memory as the layers of one step see it, handed from source to consumer layers."""
+
+    entries: Tensor | None = None
+    keys: Tensor | None = None
+    chosen: Tensor | None = None
+    scores: list[Tensor] | None = None
+    candidates: list[Tensor] | None = None
+
+
+@ops.op("mla.attend")
+def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor | None, chosen_TK: Tensor | None,
+           sink_A: Tensor, dtype: torch.dtype) -> Tensor:
+    """Attention of every row over its window and its chosen entries, [T, A, H] of `dtype`; -1 reads nothing."""
+    index = read_TW if chosen_TK is None else torch.cat((read_TW, chosen_TK), dim=1)
+    rows = max(1, GATHER_ELEMENTS // max(1, q_TAH.shape[-1] * index.shape[1]))
+    parts = []
+    for row in (slice(start, start + rows) for start in range(0, max(1, q_TAH.shape[0]), rows)):
+        value = window_SH[read_TW[row].clamp(min=0)]
+        if entries_SH is not None:
+            value = torch.cat((value, entries_SH[chosen_TK[row].clamp(min=0)]), dim=1)
+        value = up(value)
+        z = (up(q_TAH[row]) @ value.transpose(1, 2)) * q_TAH.shape[-1] ** -0.5
+        z = z.masked_fill((index[row] < 0)[:, None], float("-inf"))
+        weight, total = _softmax_parts(z, sink_A)
+        parts.append(((weight.to(dtype).to(z.dtype) @ value) / total).to(dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _softmax_parts(z: Tensor, sink_A: Tensor) -> tuple[Tensor, Tensor]:
+    """Numerators and denominator of a softmax of z [T, A, S] with one more logit, the sink, in the denominator only."""
+    top = z.detach().amax(dim=-1, keepdim=True).clamp(min=FLOOR)
+    weight = (z - top).exp()
+    return weight, weight.sum(dim=-1, keepdim=True) + (sink_A[:, None] - top).exp()
+
+
+@ops.op("mla.attend_whole")
+def attend_whole(q_BTAH: Tensor, window_BTH: Tensor, band: Tensor, entries_BSH: Tensor | None,
+                 seen_BTS: Tensor | None, sink_A: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """`attend` for whole sequences at once, as training needs it: dense over entries, masks in place of indices.
+
+    T must be a multiple of the window W. band [B, T, 2W]: which of the tokens of the row's block of W and the block
+    before it are seen; seen [B, T, S]. -> (o [B, T, A, H], mean probability over heads [B, T, S]).
+    """
+    T, A, H = q_BTAH.shape[1:]
+    W = band.shape[-1] // 2
+    query, block = up(q_BTAH), up(window_BTH).unflatten(1, (-1, W))
+    near = torch.cat((torch.cat((torch.zeros_like(block[:, :1]), block[:, :-1]), dim=1), block), dim=2)
+    z = query.unflatten(1, (-1, W)).flatten(2, 3) @ near.transpose(-1, -2)  # [B, T/W, W*A, 2W]
+    z = z.unflatten(2, (W, A)).flatten(1, 2).masked_fill(~band[:, :, None], float("-inf"))
+    if entries_BSH is not None:
+        far = (query.flatten(1, 2) @ up(entries_BSH).transpose(1, 2)).unflatten(1, (T, A))
+        z = torch.cat((z, far.masked_fill(~seen_BTS[:, :, None], float("-inf"))), dim=-1)
+    weight, total = _softmax_parts(z * H**-0.5, sink_A)
+    share = weight.to(dtype).to(z.dtype)
+    out = (share[..., : 2 * W].unflatten(1, (-1, W)).flatten(2, 3) @ near).unflatten(2, (W, A)).flatten(1, 2)
+    if entries_BSH is None:
+        return (out / total).to(dtype), None
+    out = out + (share[..., 2 * W :].flatten(1, 2) @ up(entries_BSH)).unflatten(1, (T, A))
+    return (out / total).to(dtype), (weight[..., 2 * W :] / total).detach().mean(dim=2)
+
+
+@ops.op("mla.project")
+def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """Grouped output projection: heads of group g through weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
+    o_GTX = o_TAH.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1).to(weight.dtype)
+    w_GXO = weight.unflatten(0, (groups, -1)).transpose(1, 2)
+    T = o_GTX.shape[1]
+    if row_tile is not None:
+        o_GTX = nn.functional.pad(o_GTX, (0, 0, 0, -T % row_tile))
+        tiles = [tile @ w_GXO for tile in o_GTX.split(row_tile, dim=1)]
+        y_GTO = torch.cat(tiles, dim=1)[:, :T] if tiles else o_GTX.new_empty(groups, 0, w_GXO.shape[-1])
+    else:
+        y_GTO = o_GTX @ w_GXO
+    return y_GTO.transpose(0, 1).flatten(1).to(dtype)
+
+
+class Attention(nn.Module):
+    """The attention of one layer; which of compressor and indexer it owns follows from the config."""
+
+    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics):
+        super().__init__()
+        self.config, self.layer, self.numerics = config, layer, numerics
+        self.ratio, self.source = config.ratio(layer), config.kv_source(layer)
+        heads, width, rank = config.num_attention_heads, config.head_dim, config.q_lora_rank
+        block = config.weight_block_size
+        self.wq_a = Linear(config.hidden_size, rank, numerics, block=block)
+        self.q_norm = RMSNorm(rank, config.rms_norm_eps, numerics.dtype)
+        self.wq_b = Linear(rank, heads * width, numerics, block=block)
+        self.wkv = Linear(config.hidden_size, width, numerics, block=block)
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype)
+        self.attn_sink = nn.Parameter(torch.zeros(heads), requires_grad=False)
+        self.wo_a = Linear(heads * width // config.o_groups, config.o_groups * config.o_lora_rank, numerics, block=block)
+        self.wo_b = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, numerics, block=block)
+        if layer in config.kv_source_layer_ids:
+            self.compressor = Compressor(config, self.ratio, numerics, width)
+        if layer in config.index_source_layer_ids:
+            self.indexer = Indexer(config, layer, numerics)
+
+    def forward(self, x_TD: Tensor, step, memory: Memory, shared: Global) -> Tensor:
+        """x_TD (normed) -> y_TD; `step` is a model.Step, `shared` what earlier layers of this step left."""
+        cos, sin = step.rope[self.ratio > 0]
+        x = self.numerics.activation(x_TD)
+        latent = self.numerics.activation(self.q_norm(self.wq_a(x)))
+        q = self.query(latent, cos, sin)
+        window = remember_(memory.windows.get(self.layer), self.key(x, cos, sin), step.window(self.layer))
+        if self.ratio:
+            self.choose(x_TD, latent, step, shared)
+        entries = shared.entries if self.ratio else None
+        if step.whole is not None:
+            o = step.whole.attend(self, q, window, entries, shared)
+        else:
+            o = attend(q, window, step.window(self.layer).read, entries, shared.chosen if self.ratio else None,
+                       self.attn_sink, self.numerics.dtype)
+        return self.output(o, cos, sin)
+
+    def query(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries [T, A, H] of rounded latents [T, R]; V4 also norms each head."""
+        q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
+        if not self.config.is_v41:
+            q = up(q)
+            q = (q * torch.rsqrt(q.pow(2).mean(dim=-1, keepdim=True) + self.config.rms_norm_eps)).to(self.numerics.dtype)
+        return rotate(q, cos, sin)
+
+    def key(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """This layer's own key-and-value vectors [T, H] of rounded inputs, rotated and rounded as cached."""
+        return self._round(rotate(self.kv_norm(self.wkv(x)), cos, sin), self.numerics.window_format)
+
+    def _round(self, v: Tensor, fmt: str) -> Tensor:
+        if self.config.is_v41:
+            return self.numerics.cache(v, fmt)
+        plain = v.shape[-1] - self.config.qk_rope_head_dim  # V4 keeps the rotated channels in bfloat16
+        return torch.cat((self.numerics.cache(v[..., :plain], self.numerics.window_format), v[..., plain:]), dim=-1)
+
+    def compress(self, x_TD: Tensor, step, memory: Memory, shared: Global) -> None:
+        """At a KV source: write the global entries and index keys of the groups that these rows complete."""
+        if self.layer not in self.config.kv_source_layer_ids:
+            return
+        plan: GroupPlan = step.groups[self.ratio]
+        latent = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
+        entry = self._round(rotate(latent, plan.cos, plan.sin), "fp4_16")
+        shared.entries = store_(memory.entries.get(self.layer), entry, plan.slots)
+        shared.chosen = shared.scores = None
+        if hasattr(self, "indexer"):
+            if not self.config.is_v41:
+                latent = self.indexer.compressor(x_TD, step.pos, memory.index_carries.get(self.layer), plan)
+            key = self.indexer.keys(latent, plan.cos, plan.sin)
+            shared.keys = store_(memory.keys.get(self.layer), key, plan.slots)
+
+    def choose(self, x_TD: Tensor, latent: Tensor, step, shared: Global) -> None:
+        """At an index source: put the selection, as pool rows [T, K], where this and later layers read it."""
+        segments: list[Segment] = step.segments[self.ratio]
+        if hasattr(self, "indexer"):
+            cos, sin = step.rope[True]
+            if step.whole is None and all(self._all_fit(seg) for seg in segments):
+                shared.chosen = _rows(segments, [_everything(seg, self.config.index_topk) for seg in segments])
+                return
+            found = self.indexer.score(x_TD, latent, cos, sin, shared.keys, segments)
+            picked, shared.candidates = self.indexer.select(found, segments, shared.candidates)
+            shared.scores, shared.chosen = found, _rows(segments, picked)
+        elif shared.chosen is None:  # V4 without an indexer attends to every visible entry
+            shared.chosen = _rows(segments, [_everything(seg, seg.table.shape[1]) for seg in segments])
+
+    def _all_fit(self, seg: Segment) -> bool:
+        """True when every visible entry is chosen anyway, so that nothing needs a score."""
+        pool = self.config.candidate_topk_blocks * self.config.candidate_block_size or self.config.index_topk
+        return seg.table.shape[1] <= min(self.config.index_topk, pool)
+
+    def output(self, o_TAH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate back, project each group of heads, join: [T, A, H] -> y_TD."""
+        o = rotate(o_TAH, cos, sin, inverse=True)
+        joined = project(o, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype, self.numerics.row_tile)
+        return self.wo_b(self.numerics.activation(joined))
+
+
+@ops.op("mla.store_")
+def store_(pool: Tensor | None, new: Tensor, slots: Tensor) -> Tensor:
+    """Write new entries [E, ...] to rows `slots` of a pool and return the pool; without one the new are the pool."""
+    return new if pool is None else pool.index_copy_(0, slots, new.to(pool.dtype))
+
+
+def _everything(seg: Segment, k: int) -> Tensor:
+    """All visible entries of a segment in ascending order, [B, Q, k], -1 where there is none."""
+    entry = torch.arange(k, device=seg.visible.device)
+    return torch.where(entry < seg.visible[..., None], entry, -1)
+
+
+def _rows(segments: list[Segment], picked: list[Tensor]) -> Tensor:
+    """Entry numbers per segment [B, Q, K] -> pool rows of the whole step [T, K]; -1 stays."""
+    rows = []
+    for seg, chosen in zip(segments, picked, strict=True):
+        if seg.table.shape[1]:
+            table = seg.table[:, None].expand(-1, chosen.shape[1], -1)
+            chosen = torch.where(chosen < 0, -1, table.gather(2, chosen.clamp(0, seg.table.shape[1] - 1)))
+        rows.append(chosen.flatten(0, 1))
+    width = max(r.shape[1] for r in rows)
+    return torch.cat([nn.functional.pad(r, (0, width - r.shape[1]), value=-1) for r in rows])

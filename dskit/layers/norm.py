@@ -1,0 +1,45 @@
+"""RMSNorm: divide a vector by its root mean square, then scale each channel by a learned gain.
+
+Idea: y = gain * x / sqrt(mean(x^2) + eps). Normalise first, then multiply by the gain, then round once; eps is
+1e-20 in V4.1 and only guards exact zeros, so a zero vector stays zero.
+
+Shapes: x [..., D] -> [..., D] in the dtype asked for; gain [D].
+Errors: none of its own.
+Numerics: statistic and gain in float32 (float64 stays float64), one rounding at the end.
+Kernel: kernels/norm.py (norm.rms)
+Source: model.md 3.3, config field rms_norm_eps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dskit import ops
+
+
+def up(x: Tensor) -> Tensor:
+    """x in float32 at least: bfloat16 is widened, float64 stays."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+@ops.op("norm.rms")
+def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """RMSNorm over the last axis, [..., D] -> [..., D] of `dtype`; without a gain only the division."""
+    wide = up(x)
+    gain = None if gain_D is None else gain_D.to(wide.dtype)
+    return F.rms_norm(wide, (x.shape[-1],), gain, eps).to(dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with the gain of the checkpoint."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.eps, self.dtype = eps, dtype
+        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D] in the dtype of values."""
+        return rms(x, self.weight, self.eps, self.dtype)
