@@ -1,0 +1,147 @@
+"""Checkpoints: read and write the released format, and make any preset from a seed.
+
+Everything here is a stream of weights, (what it is, its stored tensor, its scales), from a source into a sink:
+
+    sources    files.Folder(path).weights()    draw.weights(config, seed)    place.weights(model)
+    sinks      place.build(config, ...)        write.write(config, ..., folder)
+
+    load = Folder -> build      random = draw -> build      save = model -> write
+    write_random = draw -> write                            convert = Folder -> write
+
+One weight is in flight at a time, so nothing is ever held twice. Read in this order: spec (which tensors there are),
+files (reading and its checks), names (other spellings), place (into and out of a model), draw, write.
+
+Errors: CheckpointError names the file, the tensor, what was found and what was expected; ConfigError the field.
+Source: model.md sections 2.5 and 4, appendix B.
+
+    model = checkpoint.load("tiny", device="cpu")
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dskit.checkpoint import draw, place
+from dskit.checkpoint.files import CheckpointError, Folder
+from dskit.checkpoint.spec import layout, spec, stored_form
+from dskit.checkpoint.write import SHARD_SIZE, Report, convert, write
+from dskit.config import PRESETS, PRESETS_DIR, ModelConfig, preset
+from dskit.layers.engram import folding
+from dskit.layers.linear import Numerics
+from dskit.model import Model
+
+__all__ = ["CheckpointError", "Report", "convert", "load", "locate", "random", "save", "spec", "write_random"]
+
+Device = str | torch.device
+_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
+
+
+def load(source: str | Path, *, device: Device | None = None, numerics: str = "release", seed: int = 0,
+         batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None) -> Model:
+    """A model from a preset's name, a checkpoint folder, or a Hugging Face id (`owner/name`).
+
+    Presets other than `demo` have random weights, drawn from `seed`. numerics: "release" or "exact".
+    storage: "packed" or "expanded" weights (place.py); device: a GPU where there is one, else the CPU.
+    dtype: of the operands of products, in exact numerics of every value, where not the default.
+    """
+    if _is_drawn(str(source)):
+        return random(preset(str(source)), numerics=numerics, seed=seed, device=device,
+                      batch_invariant=batch_invariant, storage=storage, dtype=dtype)
+    files = Folder(locate(source))
+    files.check()
+    device, how, storage = _how(files.config, numerics, device, batch_invariant, storage, dtype)
+    return place.build(files.config, how, files.weights(), device=device, storage=storage, fold=files.fold)
+
+
+def random(config: ModelConfig, *, numerics: str = "release", seed: int = 0, device: Device | None = None,
+           batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None,
+           calm: bool = False) -> Model:
+    """A model with random weights, drawn on the device; `calm` as in draw.weights, the rest as in `load`."""
+    device, how, storage = _how(config, numerics, device, batch_invariant, storage, dtype)
+    stream = draw.weights(config, seed, device=device, calm=calm)
+    fold = folding(config) if config.engram_layer_ids else None
+    return place.build(config, how, stream, device=device, storage=storage, fold=fold)
+
+
+def save(model: Model, folder: str | Path, shard_size: int = SHARD_SIZE) -> Path:
+    """Write a model in the released format; weights that it holds as numbers are packed on the way."""
+    return write(model.config, place.weights(model), folder, shard_size)
+
+
+def write_random(config: ModelConfig, folder: str | Path, seed: int = 0, shard_size: int = SHARD_SIZE, *,
+                 calm: bool = False) -> Path:
+    """Write a random checkpoint; loading it on a CPU gives what `random` gives there."""
+    return write(config, draw.weights(config, seed, calm=calm), folder, shard_size)
+
+
+def locate(source: str | Path) -> Path:
+    """The folder of a source that has files: the bundled demo, a folder, or a downloaded Hugging Face repository."""
+    name = str(source)
+    if name == "demo":
+        if not list((PRESETS_DIR / name).glob("*.safetensors")):
+            raise CheckpointError("the bundled demo has no weights in this installation; `dskit train demo` makes them",
+                                  file=PRESETS_DIR / name, found="no *.safetensors", expected="two shards")
+        return PRESETS_DIR / name
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+        return _download(name)
+    raise CheckpointError("no such model", file=name, found="no folder of this name",
+                          expected=f"a preset ({', '.join(PRESETS)}), a folder, or a Hugging Face id owner/name")
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError("this looks like a Hugging Face id; to download it, `pip install huggingface_hub`",
+                              file=name, found="no folder of this name", expected="a folder, or the package") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub's client raises a dozen kinds, none of which says what to do
+        raise CheckpointError("the download from Hugging Face failed; a folder with its files can be named instead "
+                              f"({type(error).__name__}: {error})", file=name) from error
+
+
+def _is_drawn(name: str) -> bool:
+    return name != "demo" and (name in PRESETS or re.fullmatch(r"slice:\d+", name) is not None)
+
+
+def _how(config: ModelConfig, numerics: str, device: Device | None, batch_invariant: bool, storage: str | None,
+         dtype: torch.dtype | None) -> tuple[torch.device, Numerics, str]:
+    """(device, numerics, storage) with their defaults filled in; CheckpointError when the weights do not fit."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    how = Numerics.of(config, numerics, device=device, batch_invariant=batch_invariant, compute=dtype)
+    how = how if how.release or dtype is None else replace(how, dtype=dtype)
+    storage = storage or ("packed" if device.type == "cuda" and how.release else "expanded")
+    needed, there = model_bytes(config, how, storage), _memory(device)
+    if needed > there:
+        raise CheckpointError(f"the weights do not fit on {device}", found=f"{there / 2**30:.1f} GiB of memory",
+                              expected=f"{needed / 2**30:.1f} GiB ({storage} weights)")
+    return device, how, storage
+
+
+def model_bytes(config: ModelConfig, numerics: Numerics, storage: str) -> int:
+    """Bytes of a model's weights; Engram tables are always packed."""
+    total = 0
+    for weight in layout(config):
+        if weight.fmt in ("fp8", "fp4") and storage == "expanded":
+            total += _count(weight.shape) * numerics.compute.itemsize
+        else:
+            total += sum(_count(shape) * _BYTES[dtype] for dtype, shape in stored_form(weight, config).values())
+    return total
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

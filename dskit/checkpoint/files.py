@@ -1,0 +1,288 @@
+"""Reading a checkpoint folder: lazily, one weight at a time, and nothing unchecked.
+
+Idea: headers first. Opening a folder reads the index and the header of every shard, finds for each weight of the
+layout the tensor that holds it, and compares dtypes and shapes, all before the first byte of data is read. Then
+`weights` yields one weight after another, its numbers checked as they come by.
+
+Shapes: stored tensors as spec.py lists them.
+State: shards stay open, memory-mapped; a yielded tensor may be a view of the file.
+Errors: CheckpointError, naming file, tensor, what was found and what was expected.
+Source: model.md 2.5, 4.1 to 4.4.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dskit.checkpoint.names import Part, released, unused
+from dskit.checkpoint.spec import PACKED, Weight, layout, spec, stored_form
+from dskit.config import ModelConfig
+from dskit.layers.engram import folding
+from dskit.layers.linear import scale_bytes
+
+INDEX = "model.safetensors.index.json"
+ROWS_AT_ONCE = 1 << 20  # rows of a large table that a check looks at together
+
+# other dtypes that hold the same numbers; a scale in F32 must be a power of two
+_ALSO = {"I8": ("U8",), "F8_E8M0": ("U8", "F32"), "BF16": ("F32",), "I64": ("I32",)}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded: the message says where, what was found and what was expected."""
+
+    def __init__(self, problem: str, *, file: Path | str | None = None, tensor: str | None = None,
+                 found: object = None, expected: object = None):
+        self.file, self.tensor, self.found, self.expected = file, tensor, found, expected
+        where = "".join(f"{part}: " for part in (file, tensor) if part is not None)
+        compared = "" if expected is None else f": found {found}, expected {expected}"
+        super().__init__(f"{where}{problem}{compared}")
+
+
+class Place(NamedTuple):
+    """Where a released tensor lies: the shard, its name there, and which part of it."""
+
+    file: str
+    stored: str
+    part: Part
+
+
+class Folder:
+    """An opened checkpoint folder; `config` is the one that its tensors fit.
+
+    places: released name -> Place. unused: stored names without use for text. unmapped, missing: what does not
+    fit the layout (`check` raises for them).
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = ModelConfig.from_folder(self.path)
+        self.files = self._index()
+        self._shards = {file: self._open(file) for file in sorted(set(self.files.values()))}
+        self._held = {file: frozenset(shard.keys()) for file, shard in self._shards.items()}
+        self.places: dict[str, Place] = {}
+        self.unused: list[str] = []
+        self._find_names()
+        self._trust_draft_stages()
+        expected = spec(self.config)
+        self.missing = [name for name in expected if name not in self.places]
+        self.unmapped = [place.stored for name, place in self.places.items() if name not in expected]
+
+    # ---- finding --------------------------------------------------------------------------------------------
+
+    def _index(self) -> dict[str, str]:
+        """Stored name -> shard, from the index, or from the only shard where there is no index."""
+        file = self.path / INDEX
+        shards = sorted(p.name for p in self.path.glob("*.safetensors"))
+        if not file.is_file():
+            if len(shards) != 1:
+                raise CheckpointError("the index is missing", file=file, found=f"{len(shards)} shards without an index",
+                                      expected="the index, or one shard alone")
+            return dict.fromkeys(self._open(shards[0]).keys(), shards[0])
+        try:
+            index = json.loads(file.read_text())["weight_map"]
+            names = {str(name): str(shard) for name, shard in index.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the index cannot be read ({error!r})", file=file, found="damaged JSON",
+                                  expected='{"weight_map": {tensor: shard}}') from None
+        stray = [shard for shard in names.values() if Path(shard).name != shard]
+        if stray:
+            raise CheckpointError("the index points outside the folder", file=file, found=stray[0],
+                                  expected="file names")
+        return names
+
+    def _open(self, shard: str):
+        file = self.path / shard
+        if not file.is_file():
+            tensor = next((name for name, at in self.files.items() if at == shard), None)
+            raise CheckpointError("the shard is missing", file=file, tensor=tensor, found="no such file",
+                                  expected="the shard that the index names")
+        try:
+            return safe_open(file, "pt")
+        except (SafetensorError, OSError) as error:
+            found, needed = file.stat().st_size, _header_says(file)
+            raise CheckpointError(f"the shard is damaged or cut short ({error})", file=file, found=f"{found} bytes",
+                                  expected=f"{needed} bytes" if needed else "a safetensors file") from None
+
+    def _find_names(self) -> None:
+        for stored, file in self.files.items():
+            if stored not in self._held[file]:
+                other = next((at for at, names in self._held.items() if stored in names), "no shard")
+                raise CheckpointError("the tensor is not in the shard that the index names (swapped shards?)",
+                                      file=self.path / file, tensor=stored, found=f"in {other}", expected=f"in {file}")
+            for name, part in released(stored, self.config):
+                if unused(name):
+                    self.unused.append(stored)
+                    continue
+                if name in self.places:
+                    raise CheckpointError("two tensors have the same meaning", file=self.path / file, tensor=stored,
+                                          found=f"also {self.places[name].stored}", expected=f"one {name}")
+                self.places[name] = Place(file, stored, part)
+        for file, names in self._held.items():
+            for stored in sorted(names - self.files.keys()):
+                raise CheckpointError("the shard holds a tensor that the index does not name", file=self.path / file,
+                                      tensor=stored)
+
+    def _trust_draft_stages(self) -> None:
+        """V4 files miscount their draft stages, and the first release has a head of another kind: ask the tensors."""
+        if self.config.is_v41:
+            return
+        stages = 1 + max((int(name.split(".")[1]) for name in self.places if name.startswith("mtp.")), default=-1)
+        if "mtp.0.main_proj.weight" not in self.places:
+            drafts = [name for name in self.places if name.startswith("mtp.")]
+            self.unused += [self.places.pop(name).stored for name in drafts]
+            stages = 0
+        if stages != self.config.num_nextn_predict_layers:
+            ratios = self.config.compress_ratios[: self.config.num_hidden_layers] + (0,) * stages
+            self.config = self.config.replace(num_nextn_predict_layers=stages, compress_ratios=ratios)
+
+    # ---- checking -------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise CheckpointError for the first missing, unexpected or misshapen tensor, and for a wrong tokenizer."""
+        for name in self.missing:
+            scaled = name.endswith(".scale") and name.removesuffix("scale") + "weight" in self.places
+            raise CheckpointError("the scale of a packed weight is missing" if scaled else "the tensor is missing",
+                                  file=self.path / INDEX, tensor=name, found="nothing", expected=_form(spec(self.config)[name]))
+        for stored in self.unmapped:
+            raise CheckpointError(f"unexpected tensor{_hint(stored, self.config)}", file=self.path / self.files[stored],
+                                  tensor=stored, found="it", expected="only tensors of the layout")
+        for name, (dtype, shape) in spec(self.config).items():
+            self._check_header(name, dtype, shape)
+        self.fold  # noqa: B018 - the check is in the computing
+
+    def _check_header(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        file, stored, part = self.places[name]
+        held = self._shards[file].get_slice(stored)
+        found = (held.get_dtype(), tuple(held.get_shape()))
+        allowed = (dtype, *_ALSO.get(dtype, ()), *(("BF16",) if dtype == "F32" and not self.config.quantized else ()))
+        where = {"file": self.path / file, "tensor": stored}
+        if found[0] not in allowed:
+            raise CheckpointError("wrong dtype", **where, found=found[0], expected=" or ".join(allowed))
+        if part is not None:  # a stack of experts
+            width, I = self.config.n_routed_experts, self.config.moe_intermediate_size
+            shape = (width, 2 * I, shape[1]) if len(part) == 2 else (width, *shape)
+        if found[1] != shape:
+            raise CheckpointError("wrong shape", **where, found=list(found[1]), expected=list(shape))
+
+    @cached_property
+    def fold(self):
+        """The folded vocabulary of the checkpoint's tokenizer, int64 [vocab_size]; None without Engram layers."""
+        file = self.path / "tokenizer.json"
+        if not self.config.engram_layer_ids:
+            return None
+        if not file.is_file():
+            return folding(self.config)
+        import tokenizers
+
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise CheckpointError(f"the tokenizer cannot be read ({error})", file=file) from None
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        if size > self.config.vocab_size:
+            raise CheckpointError("the tokenizer does not belong to the checkpoint", file=file, found=f"{size} tokens",
+                                  expected=f"at most vocab_size = {self.config.vocab_size}")
+        try:
+            return folding(self.config, tokenizer)
+        except ValueError as error:
+            raise CheckpointError(str(error), file=file) from None
+
+    # ---- reading --------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
+        """(weight, stored tensor, its scales or None), one at a time in the order of the layout."""
+        for weight in layout(self.config):
+            tensors = [self.read(name, dtype) for name, (dtype, _) in stored_form(weight, self.config).items()]
+            self._check_numbers(weight, *tensors)
+            yield weight, tensors[0], tensors[1] if weight.fmt in PACKED else None
+            del tensors
+
+    def read(self, name: str, dtype: str) -> Tensor:
+        """One stored tensor, in the released dtype where another one was used for the same bytes."""
+        file, stored, part = self.places[name]
+        shard = self._shards[file]
+        try:
+            tensor = shard.get_tensor(stored) if part is None else shard.get_slice(stored)[part]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"the tensor cannot be read ({error})", file=self.path / file, tensor=stored) from None
+        if dtype == "I8":
+            return tensor.view(torch.int8)
+        if dtype == "I64":
+            return tensor.long()
+        if dtype == "F8_E8M0" and tensor.dtype == torch.float32:
+            scale = scale_bytes(tensor)
+            if not torch.equal(scale.float(), tensor):
+                raise CheckpointError("the scales are not powers of two", file=self.path / file, tensor=stored)
+            return scale
+        return tensor.view(torch.float8_e8m0fnu) if dtype == "F8_E8M0" else tensor
+
+    def _check_numbers(self, weight: Weight, tensor: Tensor, scale: Tensor | None = None) -> None:
+        for name, held in ((weight.name, tensor), (weight.scale_name, scale)):
+            bad = None if held is None else first_bad(held)
+            if bad is not None:
+                file, stored, _ = self.places[name]
+                raise CheckpointError("a scale is NaN" if held is scale else "a weight is NaN or infinite",
+                                      file=self.path / file, tensor=stored, found=f"the first at {bad}",
+                                      expected="E8M0 bytes below 255" if held is scale else "finite numbers")
+        if weight.fmt == "int64" and tensor.numel():
+            low, high, experts = int(tensor.min()), int(tensor.max()), self.config.n_routed_experts
+            if low < 0 or high >= experts:
+                file, stored, _ = self.places[weight.name]
+                raise CheckpointError("the table names experts that do not exist", file=self.path / file, tensor=stored,
+                                      found=f"{low} to {high}", expected=f"0 to {experts - 1}")
+
+
+def first_bad(tensor: Tensor) -> list[int] | None:
+    """Index of the first NaN or infinite number (E8M0: byte 255), or None; large tables are looked at in parts."""
+    if tensor.dtype in (torch.int8, torch.int64):
+        return None
+    for start in range(0, tensor.shape[0], ROWS_AT_ONCE):
+        part = tensor[start : start + ROWS_AT_ONCE]
+        if part.dtype == torch.float8_e8m0fnu:
+            bad = part.view(torch.uint8) == 255
+        elif part.dtype == torch.float8_e4m3fn:
+            bad = (part.view(torch.uint8) & 0x7F) == 0x7F
+        else:
+            bad = ~part.isfinite()
+        if bad.any():
+            first = bad.nonzero()[0].tolist()
+            return [first[0] + start, *first[1:]]
+    return None
+
+
+def _header_says(file: Path) -> int | None:
+    """Bytes that a safetensors header promises, None where the header itself is damaged."""
+    with suppress(ValueError, struct.error, KeyError, TypeError, AttributeError, MemoryError), file.open("rb") as data:
+        size = struct.unpack("<Q", data.read(8))[0]
+        if size < 1 << 30:
+            header = json.loads(data.read(size))
+            return 8 + size + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+                                  default=0)
+    return None
+
+
+def _form(stored: tuple[str, tuple[int, ...]]) -> str:
+    return f"{stored[0]} {list(stored[1])}"
+
+
+def _hint(name: str, config: ModelConfig) -> str:
+    """Why a tensor of the family does not belong into this checkpoint."""
+    if ".wgate." in name:
+        return f" (a gate exists exactly at KV sources with a ratio above 1; the sources are {config.kv_source_layer_ids})"
+    if ".indexer.wk." in name or ".indexer.k_norm." in name:
+        return f" (an index key exists exactly at KV sources, {config.kv_source_layer_ids})"
+    if name.startswith("mtp."):
+        return f" (num_nextn_predict_layers is {config.num_nextn_predict_layers})"
+    if name.endswith(".scale") and not config.quantized:
+        return " (config.json has no quantization_config)"
+    return ""

@@ -1,0 +1,187 @@
+"""Putting weights into a model, and taking them out again in the released form.
+
+Idea: the model is built on the meta device, without memory, and each weight goes to its parameter as it comes by.
+Names are attribute paths; only the routed experts differ: all w1 and w3 of a layer are stacked in one tensor, which
+is allocated once and filled expert by expert. So nothing is ever held twice.
+
+    packed    codes and scales as stored, restored when used (the default on a GPU)
+    expanded  numbers of the compute dtype (the default on a CPU and in exact numerics)
+
+Shapes: experts.w13.weight [E, 2I, D] (rows of w1, then of w3; MXFP4 [E, 2I, D/2]), experts.w2.weight [E, D, I].
+State: the model belongs to the caller; buffers and parameters are on its device when `finish` has run.
+Errors: ValueError for an unknown storage; RuntimeError when layout and model disagree, which is a bug of dskit.
+Source: model.md 4.3, 4.4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dskit.checkpoint.files import ROWS_AT_ONCE
+from dskit.checkpoint.spec import ROW_GROUP, Weight, layout
+from dskit.config import ModelConfig
+from dskit.layers.engram import Table
+from dskit.layers.linear import Experts, Linear, Numerics, pack_fp4, pack_fp8, unpack_fp4, unpack_fp8
+from dskit.model import Model
+
+Stream = Iterable[tuple[Weight, Tensor, Tensor | None]]  # weight, stored tensor, scales
+
+STORAGES = ("packed", "expanded")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight$")
+_ALIASES = {"markov_head.markov_w1": "markov_head.embed", "markov_head.markov_w2": "markov_head.head"}
+
+
+# ---- into the model -----------------------------------------------------------------------------------------
+
+def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: torch.device,
+          storage: str, fold: np.ndarray | None = None) -> Model:
+    """A model on `device` with the weights of the stream, and the folded vocabulary for its Engram layers."""
+    if storage not in STORAGES:
+        raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
+    with torch.device("meta"):
+        model = Model(config, numerics)
+    for weight, tensor, scale in stream:
+        place(model, weight, tensor, scale, device=device, storage=storage)
+        del tensor, scale
+    finish(model, device)
+    model.folding = fold
+    return model
+
+
+def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *, device: torch.device, storage: str
+          ) -> None:
+    """Put one weight where it belongs."""
+    if expert := _EXPERT.match(weight.name):
+        _place_expert(model, expert, weight, tensor, scale, device, storage)
+        return
+    module, leaf = find(model, weight.name)
+    if isinstance(module, Table):
+        _place_table(module, tensor, scale, device)
+    elif isinstance(module, Linear):
+        if scale is not None and storage == "packed":
+            module.weight, module.scale = _parameter(_copy(tensor, device)), _parameter(_copy(scale, device))
+        else:
+            dtype = torch.float32 if module.fmt == "fp32" else module.numerics.compute
+            module.weight = _parameter(_numbers(weight, tensor, scale, module, device, dtype))
+    else:
+        setattr(module, leaf, _parameter(_copy(tensor, device, getattr(module, leaf).dtype)))
+
+
+def _place_expert(model: Model, expert: re.Match, weight: Weight, tensor: Tensor, scale: Tensor | None,
+                  device: torch.device, storage: str) -> None:
+    at, number, name = expert[1], int(expert[2]), expert[3]
+    stack = model.get_submodule(f"{at}.{'w2' if name == 'w2' else 'w13'}")
+    if scale is None or storage == "expanded":
+        tensor, scale = _numbers(weight, tensor, scale, stack, device, stack.numerics.compute), None
+    elif weight.fmt == "fp8" and tensor.shape[0] % stack.block[0]:
+        raise ValueError(f"storage='packed' stacks w1 on w3, so moe_intermediate_size = {tensor.shape[0]} would have "
+                         f"to be a multiple of the block's {stack.block[0]} rows; choose storage='expanded'")
+    halves, half = (1, 0) if name == "w2" else (2, 0 if name == "w1" else 1)
+    if stack.weight.is_meta:
+        stack.weight = _parameter(_stacked(stack.experts, tensor, halves, device))
+        stack.scale = None if scale is None else _parameter(_stacked(stack.experts, scale, halves, device))
+    for whole, part in ((stack.weight, tensor), (stack.scale, scale)):
+        if part is not None:
+            _bytes(whole.data[number].chunk(halves)[half]).copy_(_bytes(part))
+
+
+def _stacked(experts: int, part: Tensor, halves: int, device: torch.device) -> Tensor:
+    return torch.empty(experts, halves * part.shape[0], part.shape[1], dtype=part.dtype, device=device)
+
+
+def _place_table(table: Table, tensor: Tensor, scale: Tensor | None, device: torch.device) -> None:
+    """Engram rows stay as they are stored; on a CPU they stay in the file, mapped, since they may exceed memory."""
+    mapped = device.type == "cpu" and tensor.device.type == "cpu"
+    table.weight = _parameter(tensor if mapped else _copy(tensor, device))
+    table.scale = None if scale is None else _parameter(_copy(scale, device))
+
+
+def _numbers(weight: Weight, tensor: Tensor, scale: Tensor | None, module: Linear | Experts, device: torch.device,
+             dtype: torch.dtype) -> Tensor:
+    if scale is None:
+        return _copy(tensor, device, dtype)
+    tensor, scale = tensor.to(device), scale.to(device)
+    return unpack_fp4(tensor, scale, dtype) if weight.fmt == "fp4" else unpack_fp8(tensor, scale, module.block, dtype)
+
+
+def find(model: Model, name: str) -> tuple[nn.Module, str]:
+    """(module, attribute) of a released name."""
+    for released, own in _ALIASES.items():
+        name = name.replace(released, own)
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def finish(model: Model, device: torch.device) -> None:
+    """Move the buffers to the device; every parameter must have been placed, with the shape that its module has."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise RuntimeError(f"{len(empty)} parameters of the model are not in the layout: {', '.join(empty[:5])}")
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy that owns its memory: a view of a mapped file would change with the file."""
+    return tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """One-byte formats as uint8, since not every device copies them under their own name."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+# ---- out of the model ---------------------------------------------------------------------------------------
+
+def weights(model: Model) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
+    """The stream of a model, in the released form: what is held as numbers is packed on the way."""
+    for weight in layout(model.config):
+        tensor, scale = _held(model, weight)
+        if scale is None:
+            tensor, scale = packed(weight, tensor, model.config)
+        yield weight, tensor.detach(), None if scale is None else scale.detach()
+
+
+def _held(model: Model, weight: Weight) -> tuple[Tensor, Tensor | None]:
+    if not (expert := _EXPERT.match(weight.name)):
+        module, leaf = find(model, weight.name)
+        return getattr(module, leaf), getattr(module, "scale", None) if leaf == "weight" else None
+    stack = model.get_submodule(f"{expert[1]}.{'w2' if expert[3] == 'w2' else 'w13'}")
+    halves, half = (1, 0) if expert[3] == "w2" else (2, 0 if expert[3] == "w1" else 1)
+    held = [None if whole is None else whole[int(expert[2])].chunk(halves)[half] for whole in (stack.weight, stack.scale)]
+    return held[0], held[1]
+
+
+def packed(weight: Weight, numbers: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
+    """(stored tensor, scales or None) of a weight given as numbers; large Engram tables are packed in parts."""
+    if weight.fmt == "fp4":
+        return pack_fp4(numbers.float())
+    if weight.fmt == "fp8":
+        return pack_fp8(numbers, config.weight_block_size)
+    if weight.fmt == "row":
+        return pack_rows(numbers.split(ROWS_AT_ONCE), weight, numbers.device)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "int64": torch.int64}[weight.fmt]
+    return numbers if not config.quantized else numbers.to(dtype), None
+
+
+def pack_rows(parts: Iterable[Tensor], weight: Weight, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of an Engram table that comes in parts of consecutive rows."""
+    rows, width = weight.shape
+    codes = torch.empty(rows, width, dtype=torch.uint8, device=device)
+    scales = torch.empty(rows, -(-width // ROW_GROUP[1]), dtype=torch.uint8, device=device)
+    start = 0
+    for part in parts:
+        for whole, tensor in zip((codes, scales), pack_fp8(part, ROW_GROUP), strict=True):
+            whole[start : start + len(part)] = tensor.view(torch.uint8)
+        start += len(part)
+    return codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
