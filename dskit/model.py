@@ -138,8 +138,9 @@ class Model(nn.Module):
                                  for s in stages)
         if stages:
             DraftHeads.attach(self.mtp, config, numerics)
-        for compressed in (False, True):
-            self.register_buffer(f"frequency_{compressed:d}", frequencies(config, compressed), persistent=False)
+        with torch.device("cpu"):  # real numbers, also in a model that is built on the meta device
+            for compressed in (False, True):
+                self.register_buffer(f"frequency_{compressed:d}", frequencies(config, compressed), persistent=False)
 
     def forward(self, step: Step, memory: Memory) -> Tensor:
         """Logits, float32 [rows, V], of the rows that the step wants (all rows when it names none)."""
