@@ -1,4 +1,4 @@
-"""The command line: dispatch, exit codes, the three lines of an error, other engines' flags, and the tiny model."""
+"""The command line: dispatch, exit codes, the three lines of an error, and the flags of other engines."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ def test_known_errors_have_their_exit_code(error, code, word, capsys, monkeypatc
     def fail(argv):
         raise error
 
-    monkeypatch.setitem(cli.COMMANDS, "doctor", fail)
+    monkeypatch.setattr(cli, "dispatch", fail)
     found, _, err = said(capsys, "doctor")
     assert_error(found, err, code, word)
 
 
 def test_a_bug_shows_its_traceback(capsys, monkeypatch):
-    monkeypatch.setitem(cli.COMMANDS, "doctor", lambda argv: [][0])
+    monkeypatch.setattr(cli, "dispatch", lambda argv: [][0])
     code, _, err = said(capsys, "doctor")
     assert code == 1 and "IndexError" in err and "Traceback" in err
 
@@ -161,7 +161,7 @@ def test_an_interrupt_exits_with_130(capsys, monkeypatch):
     def interrupt(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "doctor", interrupt)
+    monkeypatch.setattr(cli, "dispatch", interrupt)
     assert said(capsys, "doctor")[0] == 130
 
 
