@@ -45,6 +45,7 @@ def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, fac
 @ops.op("moe.swiglu")
 def swiglu(gate: Tensor, up_: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype) -> Tensor:
     """weight * silu(min(gate, limit)) * clamp(up, -limit, limit), rounded once; limit 0 clamps nothing."""
+    gate, up_ = up(gate), up(up_)
     if limit > 0:
         gate, up_ = gate.clamp(max=limit), up_.clamp(-limit, limit)
     hidden = F.silu(gate) * up_
@@ -59,7 +60,7 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, w13: Experts, w2: 
     T, J = topk_TJ.shape
     order = topk_TJ.flatten().argsort(stable=True)
     counts = torch.bincount(topk_TJ.flatten(), minlength=w13.experts).tolist()
-    hidden = each_expert(x_TD[order // J], w13, counts, torch.float32)
+    hidden = each_expert(x_TD[order // J], w13, counts, numerics.dtype)
     gate, up_ = hidden.chunk(2, dim=-1)
     hidden = swiglu(gate, up_, weight_TJ.flatten()[order, None], limit, numerics.dtype)
     y = each_expert(numerics.activation(hidden), w2, counts, numerics.dtype)
@@ -113,8 +114,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rounded x_TD -> y_TD."""
-        hidden = swiglu(self.w1(x_TD, torch.float32), self.w3(x_TD, torch.float32), None, self.limit,
-                        self.numerics.dtype)
+        hidden = swiglu(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics.dtype)
         return self.w2(self.numerics.activation(hidden))
 
 
