@@ -1,6 +1,6 @@
 """Checkpoints: read and write the released format, and make any preset from a seed.
 
-Everything here is a stream of weights, (what it is, its stored tensor, its scales), from a source into a sink:
+Everything here is a stream of weights (what it is, its stored tensor, its scales) from a source into a sink:
 
     sources    files.Folder(path).weights()    draw.weights(config, seed)    place.weights(model)
     sinks      place.build(config, ...)        write.write(config, ..., folder)
@@ -8,10 +8,10 @@ Everything here is a stream of weights, (what it is, its stored tensor, its scal
     load = Folder -> build      random = draw -> build      save = model -> write
     write_random = draw -> write                            convert = Folder -> write
 
-One weight is in flight at a time, so nothing is ever held twice. Read in this order: spec (which tensors there are),
-files (reading and its checks), names (other spellings), place (into and out of a model), draw, write.
+One weight is in flight at a time, so nothing is ever held twice. Read in this order: spec (which tensors
+there are), files (reading and its checks), names (other spellings), place (into and out of a model), draw, write.
 
-Errors: CheckpointError names the file, the tensor, what was found and what was expected; ConfigError the field.
+Errors: CheckpointError names file, tensor, what was found and what was expected; ConfigError the field.
 Source: model.md sections 2.5 and 4, appendix B.
 
     model = checkpoint.load("tiny", device="cpu")
@@ -42,7 +42,8 @@ _BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
 
 def load(source: str | Path, *, device: Device | None = None, numerics: str = "release", seed: int = 0,
-         batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None) -> Model:
+         batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None
+         ) -> Model:
     """A model from a preset's name, a checkpoint folder, or a Hugging Face id (`owner/name`).
 
     Presets other than `demo` have random weights, drawn from `seed`. numerics: "release" or "exact".
@@ -80,48 +81,51 @@ def write_random(config: ModelConfig, folder: str | Path, seed: int = 0, shard_s
 
 
 def locate(source: str | Path) -> Path:
-    """The folder of a source that has files: the bundled demo, a folder, or a downloaded Hugging Face repository."""
+    """The folder of a source that has files: the demo's, the one named, or a download from Hugging Face."""
     name = str(source)
     if name == "demo":
         if not list((PRESETS_DIR / name).glob("*.safetensors")):
-            raise CheckpointError("the bundled demo has no weights in this installation; `dskit train demo` makes them",
+            raise CheckpointError("the demo has no weights here; `dskit train demo` makes them",
                                   file=PRESETS_DIR / name, found="no *.safetensors", expected="two shards")
         return PRESETS_DIR / name
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return _download(name)
+    presets = ", ".join(PRESETS)
     raise CheckpointError("no such model", file=name, found="no folder of this name",
-                          expected=f"a preset ({', '.join(PRESETS)}), a folder, or a Hugging Face id owner/name")
+                          expected=f"a preset ({presets}), a folder, or a Hugging Face id owner/name")
 
 
 def _download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise CheckpointError("this looks like a Hugging Face id; to download it, `pip install huggingface_hub`",
-                              file=name, found="no folder of this name", expected="a folder, or the package") from None
+        raise CheckpointError("a Hugging Face id, but `pip install huggingface_hub` is needed to download it",
+                              file=name, found="no folder of this name",
+                              expected="a folder, or the package") from None
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # the hub's client raises a dozen kinds, none of which says what to do
-        raise CheckpointError("the download from Hugging Face failed; a folder with its files can be named instead "
-                              f"({type(error).__name__}: {error})", file=name) from error
+        raise CheckpointError("the download from Hugging Face failed; a folder with its files can be named "
+                              f"instead ({type(error).__name__}: {error})", file=name) from error
 
 
 def _is_drawn(name: str) -> bool:
     return name != "demo" and (name in PRESETS or re.fullmatch(r"slice:\d+", name) is not None)
 
 
-def _how(config: ModelConfig, numerics: str, device: Device | None, batch_invariant: bool, storage: str | None,
-         dtype: torch.dtype | None) -> tuple[torch.device, Numerics, str]:
-    """(device, numerics, storage) with their defaults filled in; CheckpointError when the weights do not fit."""
+def _how(config: ModelConfig, numerics: str, device: Device | None, batch_invariant: bool,
+         storage: str | None, dtype: torch.dtype | None) -> tuple[torch.device, Numerics, str]:
+    """(device, numerics, storage) with defaults filled in; CheckpointError when the weights do not fit."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     how = Numerics.of(config, numerics, device=device, batch_invariant=batch_invariant, compute=dtype)
     how = how if how.release or dtype is None else replace(how, dtype=dtype)
     storage = storage or ("packed" if device.type == "cuda" and how.release else "expanded")
     needed, there = model_bytes(config, how, storage), _memory(device)
     if needed > there:
-        raise CheckpointError(f"the weights do not fit on {device}", found=f"{there / 2**30:.1f} GiB of memory",
+        raise CheckpointError(f"the weights do not fit on {device}",
+                              found=f"{there / 2**30:.1f} GiB of memory",
                               expected=f"{needed / 2**30:.1f} GiB ({storage} weights)")
     return device, how, storage
 
@@ -133,7 +137,8 @@ def model_bytes(config: ModelConfig, numerics: Numerics, storage: str) -> int:
         if weight.fmt in ("fp8", "fp4") and storage == "expanded":
             total += _count(weight.shape) * numerics.compute.itemsize
         else:
-            total += sum(_count(shape) * _BYTES[dtype] for dtype, shape in stored_form(weight, config).values())
+            stored = stored_form(weight, config).values()
+            total += sum(_count(shape) * _BYTES[dtype] for dtype, shape in stored)
     return total
 
 

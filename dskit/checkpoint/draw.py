@@ -1,7 +1,7 @@
 """Seeded random weights: any preset becomes a model without a download.
 
-Idea: each weight has its own generator, seeded by the model's seed and the weight's name. So one weight can be
-drawn alone, in any order, with the same bits; a folder that `write_random` wrote loads to what `random` makes.
+Idea: each weight has its own generator, seeded by the model's seed and the weight's name. So one weight can
+be drawn alone, in any order, with the same bits; a folder of `write_random` loads to what `random` makes.
 
 Nothing is trivial, since a trivial start hides mistakes: mixes far from the identity, norm gains away from 1,
 router biases apart. Index heads come in exactly opposite pairs, so that no two entries tie at a score of 0.
@@ -28,7 +28,7 @@ from dskit.config import ModelConfig
 
 def weights(config: ModelConfig, seed: int = 0, *, device: torch.device | str = "cpu", calm: bool = False
             ) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
-    """The stream of a random checkpoint. `calm`: router biases so far apart that no rounding changes an expert."""
+    """The stream of a random checkpoint; `calm`: router biases so far apart that no rounding moves one."""
     for weight in layout(config):
         generator = torch.Generator(device).manual_seed(_seed(seed, weight.name))
         if weight.fmt == "int64":
@@ -67,9 +67,10 @@ def _numbers(config: ModelConfig, weight: Weight, generator: torch.Generator, ca
 def _rows(weight: Weight, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """An Engram table, a part at a time: the released ones are 92 GiB."""
     rows, width = weight.shape
-    parts = (0.5 * torch.randn(min(ROWS_AT_ONCE, rows - start), width, generator=generator, device=generator.device)
-             for start in range(0, rows, ROWS_AT_ONCE))
-    return pack_rows(parts, weight, generator.device)
+    device = generator.device
+    counts = (min(ROWS_AT_ONCE, rows - start) for start in range(0, rows, ROWS_AT_ONCE))
+    parts = (0.5 * torch.randn(count, width, generator=generator, device=device) for count in counts)
+    return pack_rows(parts, weight, device)
 
 
 def _choices(config: ModelConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -1,8 +1,8 @@
 """Reading a checkpoint folder: lazily, one weight at a time, and nothing unchecked.
 
-Idea: headers first. Opening a folder reads the index and the header of every shard, finds for each weight of the
-layout the tensor that holds it, and compares dtypes and shapes, all before the first byte of data is read. Then
-`weights` yields one weight after another, its numbers checked as they come by.
+Idea: headers first. Opening a folder reads the index and the header of every shard and finds for each weight
+of the layout the tensor that holds it; `check` compares dtypes and shapes, all before the first byte of data is
+read. Then `weights` yields one weight after another, its numbers checked as they come by.
 
 Shapes: stored tensors as spec.py lists them.
 State: shards stay open, memory-mapped; a yielded tensor may be a view of the file.
@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dskit.checkpoint.names import Part, released, unused
-from dskit.checkpoint.spec import PACKED, Weight, layout, spec, stored_form
+from dskit.checkpoint.spec import Weight, layout, spec, stored_form
 from dskit.config import ModelConfig
 from dskit.layers.engram import folding
 from dskit.layers.linear import scale_bytes
@@ -59,8 +59,8 @@ class Place(NamedTuple):
 class Folder:
     """An opened checkpoint folder; `config` is the one that its tensors fit.
 
-    places: released name -> Place. unused: stored names without use for text. unmapped, missing: what does not
-    fit the layout (`check` raises for them).
+    places: released name -> Place. unused: stored names without use for text. unmapped, missing: what does
+    not fit the layout (`check` raises for them).
     """
 
     def __init__(self, path: str | Path):
@@ -77,7 +77,7 @@ class Folder:
         self.missing = [name for name in expected if name not in self.places]
         self.unmapped = [place.stored for name, place in self.places.items() if name not in expected]
 
-    # ---- finding --------------------------------------------------------------------------------------------
+    # ---- finding -------------------------------------------------------------------------------------------
 
     def _index(self) -> dict[str, str]:
         """Stored name -> shard, from the index, or from the only shard where there is no index."""
@@ -85,7 +85,7 @@ class Folder:
         shards = sorted(p.name for p in self.path.glob("*.safetensors"))
         if not file.is_file():
             if len(shards) != 1:
-                raise CheckpointError("the index is missing", file=file, found=f"{len(shards)} shards without an index",
+                raise CheckpointError("the index is missing", file=file, found=f"{len(shards)} shards",
                                       expected="the index, or one shard alone")
             return dict.fromkeys(self._open(shards[0]).keys(), shards[0])
         try:
@@ -109,74 +109,80 @@ class Folder:
         try:
             return safe_open(file, "pt")
         except (SafetensorError, OSError) as error:
-            found, needed = file.stat().st_size, _header_says(file)
-            raise CheckpointError(f"the shard is damaged or cut short ({error})", file=file, found=f"{found} bytes",
+            needed = _header_says(file)
+            raise CheckpointError(f"the shard is damaged or cut short ({error})", file=file,
+                                  found=f"{file.stat().st_size} bytes",
                                   expected=f"{needed} bytes" if needed else "a safetensors file") from None
 
     def _find_names(self) -> None:
         for stored, file in self.files.items():
             if stored not in self._held[file]:
                 other = next((at for at, names in self._held.items() if stored in names), "no shard")
-                raise CheckpointError("the tensor is not in the shard that the index names (swapped shards?)",
-                                      file=self.path / file, tensor=stored, found=f"in {other}", expected=f"in {file}")
+                self._fail("the tensor is not in the shard that the index names (swapped shards?)", stored,
+                           found=f"in {other}", expected=f"in {file}")
             for name, part in released(stored, self.config):
                 if unused(name):
                     self.unused.append(stored)
-                    continue
-                if name in self.places:
-                    raise CheckpointError("two tensors have the same meaning", file=self.path / file, tensor=stored,
-                                          found=f"also {self.places[name].stored}", expected=f"one {name}")
-                self.places[name] = Place(file, stored, part)
+                elif name in self.places:
+                    self._fail("two tensors have the same meaning", stored,
+                               found=f"also {self.places[name].stored}", expected=f"one {name}")
+                else:
+                    self.places[name] = Place(file, stored, part)
         for file, names in self._held.items():
             for stored in sorted(names - self.files.keys()):
-                raise CheckpointError("the shard holds a tensor that the index does not name", file=self.path / file,
-                                      tensor=stored)
+                raise CheckpointError("the shard holds a tensor that the index does not name",
+                                      file=self.path / file, tensor=stored)
+
+    def _fail(self, problem: str, stored: str, *, found: object = None, expected: object = None) -> NoReturn:
+        raise CheckpointError(problem, file=self.path / self.files[stored], tensor=stored, found=found,
+                              expected=expected) from None
 
     def _trust_draft_stages(self) -> None:
-        """V4 files miscount their draft stages, and the first release has a head of another kind: ask the tensors."""
+        """V4 files miscount their draft stages, and the first release had another head: ask the tensors."""
         if self.config.is_v41:
             return
-        stages = 1 + max((int(name.split(".")[1]) for name in self.places if name.startswith("mtp.")), default=-1)
+        drafts = [name for name in self.places if name.startswith("mtp.")]
         if "mtp.0.main_proj.weight" not in self.places:
-            drafts = [name for name in self.places if name.startswith("mtp.")]
             self.unused += [self.places.pop(name).stored for name in drafts]
-            stages = 0
+            drafts = []
+        stages = 1 + max((int(name.split(".")[1]) for name in drafts), default=-1)
         if stages != self.config.num_nextn_predict_layers:
             ratios = self.config.compress_ratios[: self.config.num_hidden_layers] + (0,) * stages
             self.config = self.config.replace(num_nextn_predict_layers=stages, compress_ratios=ratios)
 
-    # ---- checking -------------------------------------------------------------------------------------------
+    # ---- checking ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CheckpointError for the first missing, unexpected or misshapen tensor, and for a wrong tokenizer."""
+        """Raise CheckpointError for a tensor missing, unexpected or misshapen, and for a wrong tokenizer."""
+        expected = spec(self.config)
         for name in self.missing:
-            scaled = name.endswith(".scale") and name.removesuffix("scale") + "weight" in self.places
-            raise CheckpointError("the scale of a packed weight is missing" if scaled else "the tensor is missing",
-                                  file=self.path / INDEX, tensor=name, found="nothing", expected=_form(spec(self.config)[name]))
+            dtype, shape = expected[name]
+            scale = name.endswith(".scale") and name.removesuffix("scale") + "weight" in self.places
+            raise CheckpointError(f"the {'scale of a packed weight' if scale else 'tensor'} is missing",
+                                  file=self.path / INDEX, tensor=name, found="nothing",
+                                  expected=f"{dtype} {list(shape)}")
         for stored in self.unmapped:
-            raise CheckpointError(f"unexpected tensor{_hint(stored, self.config)}", file=self.path / self.files[stored],
-                                  tensor=stored, found="it", expected="only tensors of the layout")
-        for name, (dtype, shape) in spec(self.config).items():
+            self._fail(f"unexpected tensor{_hint(stored, self.config)}", stored)
+        for name, (dtype, shape) in expected.items():
             self._check_header(name, dtype, shape)
         self.fold  # noqa: B018 - the check is in the computing
 
     def _check_header(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         file, stored, part = self.places[name]
         held = self._shards[file].get_slice(stored)
-        found = (held.get_dtype(), tuple(held.get_shape()))
-        allowed = (dtype, *_ALSO.get(dtype, ()), *(("BF16",) if dtype == "F32" and not self.config.quantized else ()))
-        where = {"file": self.path / file, "tensor": stored}
-        if found[0] not in allowed:
-            raise CheckpointError("wrong dtype", **where, found=found[0], expected=" or ".join(allowed))
-        if part is not None:  # a stack of experts
-            width, I = self.config.n_routed_experts, self.config.moe_intermediate_size
-            shape = (width, 2 * I, shape[1]) if len(part) == 2 else (width, *shape)
-        if found[1] != shape:
-            raise CheckpointError("wrong shape", **where, found=list(found[1]), expected=list(shape))
+        allowed = [dtype, *_ALSO.get(dtype, ())]
+        if dtype == "F32" and not self.config.quantized:
+            allowed.append("BF16")
+        if held.get_dtype() not in allowed:
+            self._fail("wrong dtype", stored, found=held.get_dtype(), expected=" or ".join(allowed))
+        if part is not None:  # a stack of experts, w1 and w3 in one
+            shape = (self.config.n_routed_experts, shape[0] * len(part), shape[1])
+        if tuple(held.get_shape()) != shape:
+            self._fail("wrong shape", stored, found=list(held.get_shape()), expected=list(shape))
 
     @cached_property
     def fold(self):
-        """The folded vocabulary of the checkpoint's tokenizer, int64 [vocab_size]; None without Engram layers."""
+        """The folded vocabulary of the tokenizer, int64 [vocab_size]; None without Engram layers."""
         file = self.path / "tokenizer.json"
         if not self.config.engram_layer_ids:
             return None
@@ -190,22 +196,24 @@ class Folder:
             raise CheckpointError(f"the tokenizer cannot be read ({error})", file=file) from None
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         if size > self.config.vocab_size:
-            raise CheckpointError("the tokenizer does not belong to the checkpoint", file=file, found=f"{size} tokens",
+            raise CheckpointError("the tokenizer does not belong to the checkpoint", file=file,
+                                  found=f"{size} tokens",
                                   expected=f"at most vocab_size = {self.config.vocab_size}")
         try:
             return folding(self.config, tokenizer)
         except ValueError as error:
             raise CheckpointError(str(error), file=file) from None
 
-    # ---- reading --------------------------------------------------------------------------------------------
+    # ---- reading -------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
         """(weight, stored tensor, its scales or None), one at a time in the order of the layout."""
         for weight in layout(self.config):
-            tensors = [self.read(name, dtype) for name, (dtype, _) in stored_form(weight, self.config).items()]
-            self._check_numbers(weight, *tensors)
-            yield weight, tensors[0], tensors[1] if weight.fmt in PACKED else None
-            del tensors
+            form = stored_form(weight, self.config).items()
+            tensor, scale = ([self.read(name, dtype) for name, (dtype, _) in form] + [None])[:2]
+            self._check_numbers(weight, tensor, scale)
+            yield weight, tensor, scale
+            del tensor, scale
 
     def read(self, name: str, dtype: str) -> Tensor:
         """One stored tensor, in the released dtype where another one was used for the same bytes."""
@@ -214,7 +222,7 @@ class Folder:
         try:
             tensor = shard.get_tensor(stored) if part is None else shard.get_slice(stored)[part]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"the tensor cannot be read ({error})", file=self.path / file, tensor=stored) from None
+            self._fail(f"the tensor cannot be read ({error})", stored)
         if dtype == "I8":
             return tensor.view(torch.int8)
         if dtype == "I64":
@@ -222,28 +230,26 @@ class Folder:
         if dtype == "F8_E8M0" and tensor.dtype == torch.float32:
             scale = scale_bytes(tensor)
             if not torch.equal(scale.float(), tensor):
-                raise CheckpointError("the scales are not powers of two", file=self.path / file, tensor=stored)
+                self._fail("the scales are not powers of two", stored)
             return scale
         return tensor.view(torch.float8_e8m0fnu) if dtype == "F8_E8M0" else tensor
 
-    def _check_numbers(self, weight: Weight, tensor: Tensor, scale: Tensor | None = None) -> None:
-        for name, held in ((weight.name, tensor), (weight.scale_name, scale)):
-            bad = None if held is None else first_bad(held)
-            if bad is not None:
-                file, stored, _ = self.places[name]
-                raise CheckpointError("a scale is NaN" if held is scale else "a weight is NaN or infinite",
-                                      file=self.path / file, tensor=stored, found=f"the first at {bad}",
-                                      expected="E8M0 bytes below 255" if held is scale else "finite numbers")
-        if weight.fmt == "int64" and tensor.numel():
+    def _check_numbers(self, weight: Weight, tensor: Tensor, scale: Tensor | None) -> None:
+        if (bad := first_bad(tensor)) is not None:
+            self._fail("a weight is NaN or infinite", self.places[weight.name].stored, found=f"one at {bad}",
+                       expected="finite numbers")
+        if scale is not None and (bad := first_bad(scale)) is not None:
+            self._fail("a scale is NaN", self.places[weight.scale_name].stored, found=f"byte 255 at {bad}",
+                       expected="E8M0 bytes below 255")
+        if weight.fmt == "int64":
             low, high, experts = int(tensor.min()), int(tensor.max()), self.config.n_routed_experts
             if low < 0 or high >= experts:
-                file, stored, _ = self.places[weight.name]
-                raise CheckpointError("the table names experts that do not exist", file=self.path / file, tensor=stored,
-                                      found=f"{low} to {high}", expected=f"0 to {experts - 1}")
+                self._fail("the table names experts that do not exist", self.places[weight.name].stored,
+                           found=f"{low} to {high}", expected=f"0 to {experts - 1}")
 
 
 def first_bad(tensor: Tensor) -> list[int] | None:
-    """Index of the first NaN or infinite number (E8M0: byte 255), or None; large tables are looked at in parts."""
+    """Index of the first NaN or infinite number (E8M0: byte 255), or None; looks at large tables in parts."""
     if tensor.dtype in (torch.int8, torch.int64):
         return None
     for start in range(0, tensor.shape[0], ROWS_AT_ONCE):
@@ -262,25 +268,21 @@ def first_bad(tensor: Tensor) -> list[int] | None:
 
 def _header_says(file: Path) -> int | None:
     """Bytes that a safetensors header promises, None where the header itself is damaged."""
-    with suppress(ValueError, struct.error, KeyError, TypeError, AttributeError, MemoryError), file.open("rb") as data:
+    with suppress(ValueError, struct.error, KeyError, TypeError, AttributeError), file.open("rb") as data:
         size = struct.unpack("<Q", data.read(8))[0]
         if size < 1 << 30:
             header = json.loads(data.read(size))
-            return 8 + size + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-                                  default=0)
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return 8 + size + max(ends, default=0)
     return None
-
-
-def _form(stored: tuple[str, tuple[int, ...]]) -> str:
-    return f"{stored[0]} {list(stored[1])}"
 
 
 def _hint(name: str, config: ModelConfig) -> str:
     """Why a tensor of the family does not belong into this checkpoint."""
     if ".wgate." in name:
-        return f" (a gate exists exactly at KV sources with a ratio above 1; the sources are {config.kv_source_layer_ids})"
+        return f" (a gate belongs to KV sources with a ratio above 1, among {config.kv_source_layer_ids})"
     if ".indexer.wk." in name or ".indexer.k_norm." in name:
-        return f" (an index key exists exactly at KV sources, {config.kv_source_layer_ids})"
+        return f" (an index key belongs to KV sources, {config.kv_source_layer_ids})"
     if name.startswith("mtp."):
         return f" (num_nextn_predict_layers is {config.num_nextn_predict_layers})"
     if name.endswith(".scale") and not config.quantized:

@@ -1,11 +1,11 @@
 """Which released tensor a stored tensor is, whatever its writer called it.
 
-Idea: one list of spellings, applied in order, turns the names of third-party V4.1 files and of transformers' own
-DeepSeek V4 into the released ones; released names pass through unchanged. transformers stacks the experts of a
-layer in one tensor, so a stored tensor may be many released ones: each is a part of it.
+Idea: one list of spellings, applied in order, turns the names of third-party V4.1 files and of transformers'
+own DeepSeek V4 into the released ones; released names pass through unchanged. transformers stacks the experts
+of a layer in one tensor, so a stored tensor may be many released ones: each is a part of it.
 
-    model.layers.3.self_attn.q_a_proj.weight  -> layers.3.attn.wq_a.weight
-    layers.3.mlp.experts.gate_up_proj [E, 2I, D] -> layers.3.ffn.experts.{e}.w1.weight = part [e, :I], .w3 = [e, I:]
+    model.layers.3.self_attn.q_a_proj.weight     -> layers.3.attn.wq_a.weight
+    layers.3.mlp.experts.gate_up_proj [E, 2I, D] -> layers.3.ffn.experts.{e}.w1.weight [e, :I], .w3 [e, I:]
 
 Shapes: a part is an index into the stored tensor, or None for all of it.
 Errors: none; a name that nothing matches comes back as it is, and the reader refuses it.
@@ -33,11 +33,13 @@ _SPELLINGS = [(re.compile(pattern), name) for pattern, name in (
     (r"\.(shared_experts|experts\.\d+)\.gate_proj\.", r".\1.w1."),
     (r"\.(shared_experts|experts\.\d+)\.down_proj\.", r".\1.w2."),
     (r"\.(shared_experts|experts\.\d+)\.up_proj\.", r".\1.w3."),
-    (r"\.q_a_proj\.", ".wq_a."), (r"\.q_b_proj\.", ".wq_b."), (r"\.kv_proj\.", ".wkv."), (r"\.gate_proj\.", ".wgate."),
-    (r"\.o_a_proj\.", ".wo_a."), (r"\.o_b_proj\.", ".wo_b."), (r"\.q_a_(layer)?norm\.", ".q_norm."),
-    (r"\.sinks$", ".attn_sink"), (r"\.e_score_correction_bias$", ".bias"), (r"\.weight_scale(_inv)?$", ".scale"))]
+    (r"\.q_a_proj\.", ".wq_a."), (r"\.q_b_proj\.", ".wq_b."), (r"\.q_a_(layer)?norm\.", ".q_norm."),
+    (r"\.kv_proj\.", ".wkv."), (r"\.gate_proj\.", ".wgate."),
+    (r"\.o_a_proj\.", ".wo_a."), (r"\.o_b_proj\.", ".wo_b."), (r"\.sinks$", ".attn_sink"),
+    (r"\.e_score_correction_bias$", ".bias"), (r"\.weight_scale(_inv)?$", ".scale"))]
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
-_UNUSED = re.compile(r"(vision|aligner)\.|image_(start|end|newline)$|mtp\.\d+\.(embed|head)\.weight$|.*inv_freq$")
+_UNUSED = re.compile(r"(vision|aligner)\.|image_(start|end|newline)$|mtp\.\d+\.(embed|head)\.weight$"
+                     r"|.*inv_freq$")
 
 
 def released(stored: str, config: ModelConfig) -> list[tuple[str, Part]]:
@@ -55,5 +57,5 @@ def released(stored: str, config: ModelConfig) -> list[tuple[str, Part]]:
 
 
 def unused(name: str) -> bool:
-    """True for released tensors that the text model has no use for: vision, ties of the draft, rotary tables."""
+    """True for tensors that the text model has no use for: vision, ties of the draft, rotary tables."""
     return _UNUSED.match(name) is not None

@@ -1,15 +1,15 @@
 """Putting weights into a model, and taking them out again in the released form.
 
-Idea: the model is built on the meta device, without memory, and each weight goes to its parameter as it comes by.
-Names are attribute paths; only the routed experts differ: all w1 and w3 of a layer are stacked in one tensor, which
-is allocated once and filled expert by expert. So nothing is ever held twice.
+Idea: the model is built on the meta device, without memory, and each weight goes to its parameter as it comes
+by. Names are attribute paths; only the routed experts differ: all w1 and w3 of a layer are stacked in one
+tensor, which is allocated once and filled expert by expert. So nothing is ever held twice.
 
     packed    codes and scales as stored, restored when used (the default on a GPU)
     expanded  numbers of the compute dtype (the default on a CPU and in exact numerics)
 
-Shapes: experts.w13.weight [E, 2I, D] (rows of w1, then of w3; MXFP4 [E, 2I, D/2]), experts.w2.weight [E, D, I].
+Shapes: experts.w13.weight [E, 2I, D], rows of w1, then w3 (MXFP4 [E, 2I, D/2]); experts.w2.weight [E, D, I].
 State: the model belongs to the caller; buffers and parameters are on its device when `finish` has run.
-Errors: ValueError for an unknown storage; RuntimeError when layout and model disagree, which is a bug of dskit.
+Errors: ValueError for an unknown storage; RuntimeError when layout and model disagree, a bug of dskit.
 Source: model.md 4.3, 4.4.
 """
 
@@ -36,7 +36,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight$")
 _ALIASES = {"markov_head.markov_w1": "markov_head.embed", "markov_head.markov_w2": "markov_head.head"}
 
 
-# ---- into the model -----------------------------------------------------------------------------------------
+# ---- into the model ----------------------------------------------------------------------------------------
 
 def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: torch.device,
           storage: str, fold: np.ndarray | None = None) -> Model:
@@ -53,8 +53,8 @@ def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: to
     return model
 
 
-def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *, device: torch.device, storage: str
-          ) -> None:
+def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *, device: torch.device,
+          storage: str) -> None:
     """Put one weight where it belongs."""
     if expert := _EXPERT.match(weight.name):
         _place_expert(model, expert, weight, tensor, scale, device, storage)
@@ -79,8 +79,8 @@ def _place_expert(model: Model, expert: re.Match, weight: Weight, tensor: Tensor
     if scale is None or storage == "expanded":
         tensor, scale = _numbers(weight, tensor, scale, stack, device, stack.numerics.compute), None
     elif weight.fmt == "fp8" and tensor.shape[0] % stack.block[0]:
-        raise ValueError(f"storage='packed' stacks w1 on w3, so moe_intermediate_size = {tensor.shape[0]} would have "
-                         f"to be a multiple of the block's {stack.block[0]} rows; choose storage='expanded'")
+        raise ValueError(f"storage='packed' stacks w1 on w3, but moe_intermediate_size = {tensor.shape[0]} is "
+                         f"no multiple of the block's {stack.block[0]} rows; choose storage='expanded'")
     halves, half = (1, 0) if name == "w2" else (2, 0 if name == "w1" else 1)
     if stack.weight.is_meta:
         stack.weight = _parameter(_stacked(stack.experts, tensor, halves, device))
@@ -95,18 +95,20 @@ def _stacked(experts: int, part: Tensor, halves: int, device: torch.device) -> T
 
 
 def _place_table(table: Table, tensor: Tensor, scale: Tensor | None, device: torch.device) -> None:
-    """Engram rows stay as they are stored; on a CPU they stay in the file, mapped, since they may exceed memory."""
+    """Engram rows stay as they are stored; on a CPU in the file, mapped, since they may exceed the memory."""
     mapped = device.type == "cpu" and tensor.device.type == "cpu"
     table.weight = _parameter(tensor if mapped else _copy(tensor, device))
     table.scale = None if scale is None else _parameter(_copy(scale, device))
 
 
-def _numbers(weight: Weight, tensor: Tensor, scale: Tensor | None, module: Linear | Experts, device: torch.device,
-             dtype: torch.dtype) -> Tensor:
+def _numbers(weight: Weight, tensor: Tensor, scale: Tensor | None, module: Linear | Experts,
+             device: torch.device, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return _copy(tensor, device, dtype)
     tensor, scale = tensor.to(device), scale.to(device)
-    return unpack_fp4(tensor, scale, dtype) if weight.fmt == "fp4" else unpack_fp8(tensor, scale, module.block, dtype)
+    if weight.fmt == "fp4":
+        return unpack_fp4(tensor, scale, dtype)
+    return unpack_fp8(tensor, scale, module.block, dtype)
 
 
 def find(model: Model, name: str) -> tuple[nn.Module, str]:
@@ -118,13 +120,13 @@ def find(model: Model, name: str) -> tuple[nn.Module, str]:
 
 
 def finish(model: Model, device: torch.device) -> None:
-    """Move the buffers to the device; every parameter must have been placed, with the shape that its module has."""
+    """Move the buffers to the device; every parameter must have been placed."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=False)
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
-        raise RuntimeError(f"{len(empty)} parameters of the model are not in the layout: {', '.join(empty[:5])}")
+        raise RuntimeError(f"{len(empty)} parameters are not in the layout: {', '.join(empty[:5])}")
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
@@ -141,7 +143,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-# ---- out of the model ---------------------------------------------------------------------------------------
+# ---- out of the model --------------------------------------------------------------------------------------
 
 def weights(model: Model) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
     """The stream of a model, in the released form: what is held as numbers is packed on the way."""
@@ -158,12 +160,13 @@ def _held(model: Model, weight: Weight) -> tuple[Tensor, Tensor | None]:
         return getattr(module, leaf), getattr(module, "scale", None) if leaf == "weight" else None
     stack = model.get_submodule(f"{expert[1]}.{'w2' if expert[3] == 'w2' else 'w13'}")
     halves, half = (1, 0) if expert[3] == "w2" else (2, 0 if expert[3] == "w1" else 1)
-    held = [None if whole is None else whole[int(expert[2])].chunk(halves)[half] for whole in (stack.weight, stack.scale)]
-    return held[0], held[1]
+    part = int(expert[2])
+    scale = None if stack.scale is None else stack.scale[part].chunk(halves)[half]
+    return stack.weight[part].chunk(halves)[half], scale
 
 
 def packed(weight: Weight, numbers: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor | None]:
-    """(stored tensor, scales or None) of a weight given as numbers; large Engram tables are packed in parts."""
+    """(stored tensor, scales or None) of a weight given as numbers; Engram tables are packed in parts."""
     if weight.fmt == "fp4":
         return pack_fp4(numbers.float())
     if weight.fmt == "fp8":

@@ -1,7 +1,7 @@
 """What a checkpoint of the released format holds: name, storage format and shape of every tensor.
 
-Idea: the config alone decides it. `layout` lists the weights as a reader thinks of them, numbers of some shape;
-`spec` lists what lies in the files: a weight in FP8 or MXFP4 is two tensors there, codes and scales.
+Idea: the config alone decides it. `layout` lists the weights as a reader thinks of them, numbers of some
+shape; `spec` lists what lies in the files: a weight in FP8 or MXFP4 is two tensors there, codes and scales.
 
     fp8    e4m3 codes [N, K], E8M0 scales [ceil(N/b0), ceil(K/b1)]; blocks of 32x32 (V4.1) or 128x128 (V4)
     fp4    two e2m1 codes a byte, I8 [N, K/2], E8M0 scales [N, K/32]: the routed experts
@@ -106,7 +106,8 @@ def _experts(config: ModelConfig, at: str, experts: int, hashed: bool) -> Iterat
         yield Weight(at + "gate.bias", "fp32", (experts,))
     if config.is_v41:
         yield Weight(at + "gate.bias_vl", "fp32", (experts,))
-    for name, fmt in [("shared_experts", "fp8"), *((f"experts.{e}", config.expert_dtype) for e in range(experts))]:
+    routed = [(f"experts.{e}", config.expert_dtype) for e in range(experts)]
+    for name, fmt in [("shared_experts", "fp8"), *routed]:
         yield Weight(f"{at}{name}.w1.weight", fmt, (I, D))
         yield Weight(f"{at}{name}.w2.weight", fmt, (D, I))
         yield Weight(f"{at}{name}.w3.weight", fmt, (I, D))
@@ -129,7 +130,7 @@ def _memory(config: ModelConfig, at: str, layer: int) -> Iterator[Weight]:
 
 
 def _compressor(config: ModelConfig, at: str, layer: int, width: int) -> Iterator[Weight]:
-    """Ratio 1 has no gate; V4 adds a position bias, and its layers with an indexer overlap: twice the width."""
+    """Ratio 1 has no gate; V4 adds a position bias, and twice the width where its entries overlap."""
     ratio = config.ratio(layer)
     overlaps = not config.is_v41 and layer in config.index_source_layer_ids
     out = width * 2 if overlaps else width

@@ -1,8 +1,8 @@
 """Writing a checkpoint folder, one shard after another, and converting one folder into another.
 
-Idea: a stream of weights fills a shard until it is full; only that shard is in memory. The draft stages get a shard
-of their own, `mtp.safetensors`, so that a new draft leaves the backbone's bytes alone. Files appear under their
-final names when all of them are complete, the index last: a broken write leaves the old checkpoint as it was.
+Idea: a stream of weights fills a shard until it is full; only that shard is in memory. The draft stages get a
+shard of their own, `mtp.safetensors`, so that a new draft leaves the backbone's bytes alone. Files get their
+final names when all of them are complete: a broken write leaves the old checkpoint as it was.
 
 Shapes: as spec.py lists them.
 Units: shard_size in bytes, headers included.
@@ -60,11 +60,11 @@ def _part(folder: Path, tensors: dict[str, Tensor], number: int) -> tuple[Path, 
 
 
 def _publish(folder: Path, parts: list[tuple[Path, list[str]]], total: int, config: ModelConfig) -> None:
-    """Give the parts their names, then write config and index, then remove shards that the old index named."""
+    """Give the parts their names, write config and index, remove shards that only the old index named."""
     backbone = [part for part in parts if not part[1][0].startswith("mtp.")]
     drafts = parts[len(backbone) :]
     names = [f"model-{i:05}-of-{len(backbone):05}.safetensors" for i in range(1, len(backbone) + 1)]
-    names += [DRAFT_SHARD] if len(drafts) == 1 else [f"mtp-{i:05}.safetensors" for i in range(1, len(drafts) + 1)]
+    names += [DRAFT_SHARD] if len(drafts) == 1 else [f"mtp-{i:05}.safetensors" for i in range(len(drafts))]
     old = _named_by_index(folder)
     where = {}
     for name, (path, held) in zip(names, parts, strict=True):
@@ -85,11 +85,11 @@ def _named_by_index(folder: Path) -> set[str]:
     return {shard for shard in shards if Path(str(shard)).name == shard}
 
 
-# ---- converting ---------------------------------------------------------------------------------------------
+# ---- converting --------------------------------------------------------------------------------------------
 
 @dataclass
 class Report:
-    """What a conversion does with the source's tensors; `missing` are tensors of the target that nothing fills."""
+    """What a conversion does with the source's tensors; nothing fills the `missing` tensors of the target."""
 
     mapped: int
     unmapped: list[str] = field(default_factory=list)
@@ -114,11 +114,12 @@ class Report:
         return "\n".join(lines)
 
 
-def convert(source: str | Path, target: str | Path | None = None, *, dry_run: bool = False, quantize: bool = False,
-            shard_size: int = SHARD_SIZE) -> Report:
-    """Rewrite a checkpoint folder under the released names; `quantize` packs plain weights as the release does.
+def convert(source: str | Path, target: str | Path | None = None, *, dry_run: bool = False,
+            quantize: bool = False, shard_size: int = SHARD_SIZE) -> Report:
+    """Rewrite a checkpoint folder under the released names; `quantize` packs plain weights as the release.
 
-    A dry run reads headers only and writes nothing. Otherwise everything must have its place: CheckpointError.
+    A dry run reads headers only and writes nothing. Otherwise everything must have its place, or it raises
+    CheckpointError.
     """
     files = Folder(source)
     report = Report(len({place.stored for place in files.places.values()}) - len(set(files.unmapped)),
