@@ -117,13 +117,9 @@ def convert(argv: list[str]) -> int:
         raise CliError("no target folder", "only --dry-run needs none", f"dskit convert {args.source} TARGET")
     from dskit.checkpoint import convert as run
 
-    counts = run(args.source, args.target or None, dry_run=args.dry_run)
-    print(
-        json.dumps(counts)
-        if args.json
-        else "\n".join(f"{name:<10} {value}" for name, value in counts.items())
-    )
-    return FAILED if counts["unmapped"] else 0
+    report = run(args.source, args.target or None, dry_run=args.dry_run)
+    print(json.dumps(report.counts) if args.json else report)
+    return 0 if report.complete else FAILED
 
 
 def doctor(argv: list[str]) -> int:
