@@ -2,21 +2,23 @@
 
 Idea
     deepseek-recipe owns the format: it turns a chat body into a conversation, the conversation into token ids
-    (`render`), and output into reasoning, content and tool calls (`StreamParser`).  This module adds what it lacks:
-    a tokenizer for configurations without a `tokenizer.json`, sampling values taken from the request and the
-    checkpoint, and errors for what is not supported.  A control token's spelling inside user text stays text.
+    (`render`), and output into reasoning, content and tool calls (`StreamParser`).  This module adds what it
+    lacks: a tokenizer for configurations without a `tokenizer.json`, sampling values taken from the request
+    and the checkpoint, and errors for what is not supported.  A control token's spelling inside user text
+    stays text.
 
 Shapes
     ids: list[int], the whole prompt with its first `<｜begin▁of▁sentence｜>`; chunks and messages: dicts of
     OpenAI's chat-completions shape.
 
 Errors
-    `ChatError` (a ValueError) has `.status` and `.param`: an image, an unknown effort, a body deepseek-recipe refuses.
-    `FileNotFoundError` and `ValueError` for a tokenizer folder that misses a file or a special token.
+    `ChatError` (a ValueError) has `.status` and `.param`: an image, an unknown effort, a body deepseek-recipe
+    refuses. `FileNotFoundError` and `ValueError` for a tokenizer folder that misses a file or a special
+    token.
 
 Source
-    deepseek-recipe 0.2 (`DeepseekV41Encoding`, `DeepseekV4Encoding`, `StreamProcessor`); files `tokenizer.json` and
-    `generation_config.json` of a checkpoint.
+    deepseek-recipe 0.2 (`DeepseekV41Encoding`, `DeepseekV4Encoding`, `StreamProcessor`); files
+    `tokenizer.json` and `generation_config.json` of a checkpoint.
 
 Try
     render({"messages": [{"role": "user", "content": "Hi"}]}, Tokenizer(folder)).ids
@@ -38,20 +40,20 @@ import tokenizers
 
 PAD = "<｜▁pad▁｜>"
 IMAGE = recipe.SpecialToken.Image.default_str()
-SPECIALS = tuple(
-    getattr(recipe.SpecialToken, name).default_str()
-    for name in "Bos Eos ThinkingStart ThinkingEnd System User Assistant LatestReminder Dsml Image "
-    "Ref RefEnd Box BoxEnd Point PointEnd Polygon PolygonEnd".split()
-)
+KINDS = [
+    "Bos", "Eos", "ThinkingStart", "ThinkingEnd", "System", "User", "Assistant", "LatestReminder", "Dsml",
+    "Image", "Ref", "RefEnd", "Box", "BoxEnd", "Point", "PointEnd", "Polygon", "PolygonEnd",
+]  # fmt: skip
+SPECIALS = tuple(getattr(recipe.SpecialToken, kind).default_str() for kind in KINDS)
 BOS, EOS, THINK, THINK_END, SYSTEM, USER, ASSISTANT = SPECIALS[:7]
 FIRST_BYTE = 3  # the byte tokenizer: bos, eos, pad, then byte b at 3 + b, then the other specials
 EFFORTS = {"off": "none", "none": "none", "minimal": "low", "low": "low", "medium": "high", "high": "high"}
 EFFORTS |= {"xhigh": "high", "ultra": "max", "max": "max"}
-# What may sample a token: fields of a request, of generation_config.json and of the engine's SamplingParams alike.
-SAMPLING = (
-    "temperature top_p top_k min_p seed max_tokens frequency_penalty presence_penalty repetition_penalty logit_bias "
-    "stop stop_token_ids ignore_eos"
-).split()
+# What may shape sampling: fields of a request, of generation_config.json and of SamplingParams alike.
+SAMPLING = [
+    "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+]  # fmt: skip
 
 
 class ChatError(ValueError):
@@ -63,7 +65,7 @@ class ChatError(ValueError):
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder: `tokenizer.json`, and `generation_config.json` where there is one."""
+    """The tokenizer of a checkpoint folder: `tokenizer.json`, and `generation_config.json` if there."""
 
     def __init__(self, folder: str | Path) -> None:
         file = Path(folder) / "tokenizer.json"
@@ -102,7 +104,9 @@ class Tokenizer:
         self.specials = {s: self._full.token_to_id(s) for s in (*SPECIALS, PAD)}
         missing = [s for s, i in self.specials.items() if i is None and s != PAD]
         if missing:
-            raise ValueError(f"tokenizer.json lacks the special tokens {missing}: it is not of this chat format")
+            raise ValueError(
+                f"tokenizer.json lacks the special tokens {missing}: it is not of this chat format"
+            )
 
     @cached_property
     def recipe(self) -> recipe.Tokenizer:
@@ -138,7 +142,7 @@ class Tokenizer:
         return [e.ids for e in self._plain.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], specials: bool = True) -> str:
-        """Text of ids; without `specials`, control tokens are left out. Ids without a spelling give nothing."""
+        """Text of ids; without `specials`, control tokens are left out. Ids without a spelling are ''."""
         return self._full.decode(list(ids), skip_special_tokens=not specials)
 
     def spelling(self, token_id: int) -> str | None:
@@ -184,7 +188,9 @@ class Prompt:
 
     ids: list[int]
     request: recipe.ConversationRequest
-    sampling: dict[str, Any]  # only values that someone set: the request, else the checkpoint, else the package
+    sampling: dict[
+        str, Any
+    ]  # only values that someone set: the request, else the checkpoint, else the package
     thinking: bool
 
     @property
@@ -208,7 +214,7 @@ class Prompt:
         return self.request.stream
 
     def max_tokens(self, context: int) -> int:
-        """The limit of new tokens in a context of `context` tokens; a ChatError where the prompt does not fit."""
+        """The limit of new tokens in a context of `context` tokens; ChatError if the prompt does not fit."""
         try:
             limit = self.request.resolve_max_tokens(len(self.ids), context)
         except recipe.ConversionError as error:
@@ -245,10 +251,12 @@ def answer_ids(answer: dict[str, Any], tokenizer: Tokenizer, thinking: bool) -> 
         for call in answer.get("tool_calls") or ()
     ]
     message = recipe.AssistantMessage(
-        answer.get("content") or "", (answer.get("reasoning_content") or "") if thinking else None, calls or None
+        answer.get("content") or "",
+        (answer.get("reasoning_content") or "") if thinking else None,
+        calls or None,
     )
-    # A tool in the system block makes deepseek-recipe keep the thinking of earlier turns; `prefix` is not used, since
-    # it leaves the final eos out.
+    # A tool in the system block makes deepseek-recipe keep the thinking of earlier turns; `prefix` would
+    # leave the final eos out.
     talk = recipe.Conversation([message], thinking_mode=thinking, tools=_ANY_TOOL)
     page = recipe.DeepseekV41Encoding().render_conversation(talk)
     spans = page.special_ranges
@@ -268,12 +276,19 @@ class StreamParser:
     """
 
     def __init__(
-        self, prompt: Prompt, tokenizer: Tokenizer | None = None, *, request_id: str | None = None, model: str = "dskit"
+        self,
+        prompt: Prompt,
+        tokenizer: Tokenizer | None = None,
+        *,
+        request_id: str | None = None,
+        model: str = "dskit",
     ) -> None:
         self.id = request_id or f"chatcmpl-{uuid.uuid4().hex}"
         generator = recipe.ChatCompletionRequest.chunk_generator(prompt.request, self.id, model)
         self._eos = tokenizer.eos_id if tokenizer else None
-        self._inner = recipe.StreamProcessor(generator, prompt.parsing, tokenizer.recipe if tokenizer else None)
+        self._inner = recipe.StreamProcessor(
+            generator, prompt.parsing, tokenizer.recipe if tokenizer else None
+        )
         self._prompt_tokens = len(prompt.ids)
         self._whole = recipe.ChatCompletionResponse(self.id, model, int(time.time()), self._prompt_tokens, 0)
 
@@ -291,7 +306,9 @@ class StreamParser:
 
     def finish(self, reason: str = "stop") -> list[dict[str, Any]]:
         """The last chunks; `reason` is the engine's, "stop" or "length"."""
-        kind = recipe.InferenceFinishReason.Length if reason == "length" else recipe.InferenceFinishReason.Stop
+        kind = (
+            recipe.InferenceFinishReason.Length if reason == "length" else recipe.InferenceFinishReason.Stop
+        )
         chunks = self._take(self._inner.push(recipe.InferenceChunk.finish(kind)))
         return chunks + self._take(self._inner.finish())
 
@@ -315,7 +332,9 @@ def parse(prompt: Prompt, output: str, reason: str = "stop") -> dict[str, Any]:
     return parser.response()["choices"][0]["message"]
 
 
-def parse_ids(prompt: Prompt, ids: Sequence[int], tokenizer: Tokenizer, reason: str = "stop") -> dict[str, Any]:
+def parse_ids(
+    prompt: Prompt, ids: Sequence[int], tokenizer: Tokenizer, reason: str = "stop"
+) -> dict[str, Any]:
     """`parse` of token ids."""
     parser = StreamParser(prompt, tokenizer)
     parser.start()
@@ -349,8 +368,10 @@ def _normalise(body: dict[str, Any]) -> dict[str, Any]:
     if "reasoning_effort" in wanted:
         effort = EFFORTS.get(wanted["reasoning_effort"])
         if effort is None:
-            raise ChatError(f"reasoning_effort must be off, low, high or max, not {wanted['reasoning_effort']!r}",
-                            "reasoning_effort")
+            raise ChatError(
+                f"reasoning_effort must be off, low, high or max, not {wanted['reasoning_effort']!r}",
+                "reasoning_effort",
+            )
         wanted["reasoning_effort"] = effort
     if "max_completion_tokens" in wanted:
         wanted["max_tokens"] = wanted.pop("max_completion_tokens")
@@ -363,7 +384,9 @@ def _refuse_images(messages: Any) -> None:
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and "image" in str(part.get("type")):
-                raise ChatError("image input is not supported: dskit has no vision tower yet", f"messages.{i}.content")
+                raise ChatError(
+                    "image input is not supported: dskit has no vision tower yet", f"messages.{i}.content"
+                )
 
 
 def _sampling(body: dict[str, Any], tokenizer: Tokenizer, options: recipe.InferenceOptions) -> dict[str, Any]:

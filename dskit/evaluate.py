@@ -1,10 +1,10 @@
 """How often a model's answer is exactly right, skill by skill.
 
 Idea
-    Items are drawn from the split that training never sees (definitions apart: every trained word may be asked),
-    rendered as the server renders them, answered greedily without any grammar or retry, and parsed as the server
-    parses them.  An answer counts if it is right to the letter; a tool call if name and arguments are equal and
-    nothing else is called; JSON if the parsed value is equal.
+    Items are drawn from the split that training never sees (definitions apart: every trained word may be
+    asked), rendered as the server renders them, answered greedily without any grammar or retry, and parsed as
+    the server parses them.  An answer counts if it is right to the letter; a tool call if name and arguments
+    are equal and nothing else is called; JSON if the parsed value is equal.
 
 Shapes
     `evaluate` -> {"model": str, "skills": {skill: {"n", "correct", "rate", "ci95": [low, high]}}}.
@@ -79,7 +79,7 @@ def evaluate(
     progress: Callable[[str, int, int], None] | None = None,
     failures: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Measure `llm` (anything with `.tokenizer` and `.generate`); wrong answers are appended to `failures`."""
+    """Measure `llm` (anything with `.tokenizer` and `.generate`); wrong answers go to `failures`."""
     from dskit.engine.seq import SamplingParams  # imports torch: not needed to draw or judge items
 
     report: dict[str, Any] = {}
@@ -108,11 +108,19 @@ def table(report: dict[str, Any]) -> Any:
     from rich.table import Table
 
     view = Table(title=f"{report['model']}: exact answers")
-    for name, side in (("skill", "left"), ("right", "right"), ("of", "right"), ("rate", "right"), ("95 %", "right")):
+    for name, side in (
+        ("skill", "left"),
+        ("right", "right"),
+        ("of", "right"),
+        ("rate", "right"),
+        ("95 %", "right"),
+    ):
         view.add_column(name, justify=side)
     for skill, row in report["skills"].items():
         low, high = row["ci95"]
-        view.add_row(skill, str(row["correct"]), str(row["n"]), f"{row['rate']:.1%}", f"{low:.1%} to {high:.1%}")
+        view.add_row(
+            skill, str(row["correct"]), str(row["n"]), f"{row['rate']:.1%}", f"{low:.1%} to {high:.1%}"
+        )
     return view
 
 
@@ -125,9 +133,9 @@ def main(args: Any) -> dict[str, Any]:
     wanted = [name.strip() for name in args.tasks.split(",") if name.strip()] or None
     _checked(wanted, args.limit)
     console = Console(stderr=args.json)
-    with LLM(args.model, device=args.device, numerics=args.numerics, seed=args.seed) as llm:
-        with console.status("answering"):
-            report = evaluate(llm, wanted, args.limit, args.seed, model=args.model)
+    settings = {"device": args.device, "numerics": args.numerics, "seed": args.seed}
+    with LLM(args.model, **settings) as llm, console.status("answering"):
+        report = evaluate(llm, wanted, args.limit, args.seed, model=args.model)
     print(json.dumps(report, indent=2)) if args.json else console.print(table(report))
     return report
 
@@ -136,7 +144,9 @@ def _checked(names: Sequence[str] | None, n: int | None) -> Sequence[str]:
     names = SKILLS if names is None else names
     unknown = [name for name in names if name not in SKILLS]
     if unknown or (n is not None and n < 1):
-        raise ValueError(f"skills must be among {list(SKILLS)} (unknown: {unknown}) and n at least 1 (got {n})")
+        raise ValueError(
+            f"skills must be among {list(SKILLS)} (unknown: {unknown}) and n at least 1 (got {n})"
+        )
     return names
 
 

@@ -1,14 +1,16 @@
 """Training batches: conversations packed into rows, with what may be learned marked.
 
 Idea
-    Each batch is a function of (seed, index) alone, so a run resumes anywhere and any number of workers gives the
-    same stream.  A row holds whole conversations, each starting with bos at an even position, so that no ratio-2
-    compression group spans two of them.  Everything an assistant says is a target, in earlier turns too.
+    Each batch is a function of (seed, index) alone, so a run resumes anywhere and any number of workers gives
+    the same stream.  A row holds whole conversations, each starting with bos at an even position, so that no
+    ratio-2 compression group spans two of them.  Everything an assistant says is a target, in earlier turns
+    too.
 
 Shapes
-    `Batch.ids` int32 [rows, seq_len]; `Batch.loss` bool [rows, seq_len], True at t where token t + 1 is a target;
-    `Batch.doc_start` int32 [rows, seq_len], the row position where the conversation of position t begins.  A pad
-    that makes a length even belongs to its conversation; the pads at a row's end are a conversation of their own.
+    `Batch.ids` int32 [rows, seq_len]; `Batch.loss` bool [rows, seq_len], True at t where token t + 1 is a
+    target; `Batch.doc_start` int32 [rows, seq_len], the row position where the conversation of position t
+    begins.  A pad that makes a length even belongs to its conversation; the pads at a row's end are a
+    conversation of their own.
 
 Errors
     ValueError for a row too short, an unknown skill in the mix, or a tokenizer without a pad token.
@@ -36,8 +38,8 @@ from dskit.train.skills import Item, sample
 __all__ = ["MIX", "Batch", "Item", "batch", "batches", "encode", "sample"]
 
 # Conversations per hundred, not tokens: a recall conversation is twenty times as long as a definition.
-MIX = {"define": 46.0, "arithmetic": 20.0, "tools": 11.0, "recall": 6.0, "json": 10.0, "greet": 2.0, "about": 2.0,
-       "decline": 3.0}  # fmt: skip
+MIX = {"define": 46.0, "arithmetic": 20.0, "tools": 11.0, "recall": 6.0, "json": 10.0}
+MIX |= {"greet": 2.0, "about": 2.0, "decline": 3.0}
 LONGEST, SHORTEST = 3700, 150  # tokens of a recall conversation
 
 
@@ -65,13 +67,20 @@ def encode(item: Item, tokenizer: chat.Tokenizer) -> tuple[list[int], list[bool]
 
 
 def batch(
-    tokenizer: chat.Tokenizer, seed: int, index: int, seq_len: int, rows: int, mix: Mapping[str, float] | None = None
+    tokenizer: chat.Tokenizer,
+    seed: int,
+    index: int,
+    seq_len: int,
+    rows: int,
+    mix: Mapping[str, float] | None = None,
 ) -> Batch:
     """The batch of one index: conversations put into the fullest row that still has room for them."""
     mix = MIX if mix is None else mix
     unknown = set(mix) - set(skills.MAKERS)
     if unknown or seq_len < 512 or tokenizer.pad_id is None:
-        raise ValueError(f"unknown skills {sorted(unknown)}, seq_len {seq_len} below 512, or no {chat.PAD} token")
+        raise ValueError(
+            f"unknown skills {sorted(unknown)}, seq_len {seq_len} below 512, or no {chat.PAD} token"
+        )
     rng = Random(f"{seed} {index}")
     names, weights = list(mix), list(mix.values())
     ids = np.full((rows, seq_len), tokenizer.pad_id, np.int32)
@@ -80,7 +89,9 @@ def batch(
     used, misses = [0] * rows, 0
     while misses < 12:
         skill = rng.choices(names, weights)[0]
-        item = sample(skill, rng, tokens=_length(rng, min(LONGEST, int(0.85 * seq_len))) if skill == "recall" else None)
+        item = sample(
+            skill, rng, tokens=_length(rng, min(LONGEST, int(0.85 * seq_len))) if skill == "recall" else None
+        )
         tokens, said = encode(item, tokenizer)
         fits = [row for row in range(rows) if used[row] + len(tokens) <= seq_len]
         if not fits:
@@ -118,7 +129,8 @@ def batches(
     queues = [context.Queue(ahead) for _ in range(workers)]
     settings = (tokenizer.json, seed, seq_len, rows, mix, workers)
     processes = [
-        context.Process(target=_work, args=(queues[i], start + i, *settings), daemon=True) for i in range(workers)
+        context.Process(target=_work, args=(queues[i], start + i, *settings), daemon=True)
+        for i in range(workers)
     ]
     for process in processes:
         process.start()

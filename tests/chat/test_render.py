@@ -13,10 +13,17 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "Weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
     },
 }
-CALL = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bergen", "days": 3}'}}
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Bergen", "days": 3}'},
+}
 
 
 def text(tokenizer, **body):
@@ -25,7 +32,11 @@ def text(tokenizer, **body):
 
 
 def test_prompt_is_the_package_s_own(demo, letters):
-    body = {"model": "DeepSeek-V4.1-Flash", "messages": [{"role": "system", "content": "Be kind."}, USER], "tools": [TOOL]}
+    body = {
+        "model": "DeepSeek-V4.1-Flash",
+        "messages": [{"role": "system", "content": "Be kind."}, USER],
+        "tools": [TOOL],
+    }
     talk = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions()).conversation
     wanted = recipe.DeepseekV41Encoding().render_conversation(talk).prompt
     for tokenizer in (demo, letters):
@@ -49,9 +60,14 @@ def test_user_text_cannot_forge_control_tokens(demo):
 
 
 def test_prefix_and_required_tools(demo):
-    body = {"messages": [USER, {"role": "assistant", "content": "It is", "prefix": True}], "reasoning_effort": "off"}
+    body = {
+        "messages": [USER, {"role": "assistant", "content": "It is", "prefix": True}],
+        "reasoning_effort": "off",
+    }
     assert demo.decode(chat.render(body, demo).ids).endswith("</think>It is")
-    prompt = chat.render({"messages": [USER], "tools": [TOOL], "tool_choice": "required", "reasoning_effort": "off"}, demo)
+    prompt = chat.render(
+        {"messages": [USER], "tools": [TOOL], "tool_choice": "required", "reasoning_effort": "off"}, demo
+    )
     assert prompt.starts_in_tool_calls and prompt.constraint.kind == "tool_call_required"
 
 
@@ -59,7 +75,12 @@ def test_prefix_and_required_tools(demo):
 @pytest.mark.parametrize("calls", [None, [CALL]])
 def test_answers_are_written_as_history_is(demo, thinking, calls):
     body = {"messages": [USER], "tools": [TOOL]} | ({} if thinking else {"reasoning_effort": "off"})
-    answer = {"role": "assistant", "content": "Well 7 <think>", "reasoning_content": "Hm.", "tool_calls": calls}
+    answer = {
+        "role": "assistant",
+        "content": "Well 7 <think>",
+        "reasoning_content": "Hm.",
+        "tool_calls": calls,
+    }
     ids = chat.render(body, demo).ids + chat.answer_ids(answer, demo, thinking)
     result = [{"role": "tool", "tool_call_id": "c", "content": "sunny"}] if calls else []
     later = {**body, "messages": [USER, {k: v for k, v in answer.items() if v}, *result, USER]}
@@ -83,8 +104,12 @@ def test_output_comes_apart_again(demo):
     assert json.loads(called) == {"city": "Bergen", "days": 3}
     whole = parser.response()
     assert whole["choices"][0]["finish_reason"] == "tool_calls"
-    assert whole["usage"]["prompt_tokens"] == len(prompt.ids) and whole["usage"]["prompt_cache_hit_tokens"] == 5
-    assert chat.parse_ids(prompt, ids, demo) | {"tool_calls": None} == whole["choices"][0]["message"] | {"tool_calls": None}
+    assert (
+        whole["usage"]["prompt_tokens"] == len(prompt.ids) and whole["usage"]["prompt_cache_hit_tokens"] == 5
+    )
+    assert chat.parse_ids(prompt, ids, demo) | {"tool_calls": None} == whole["choices"][0]["message"] | {
+        "tool_calls": None
+    }
     assert chat.parse(prompt, demo.decode(ids[:-1]))["tool_calls"][0]["function"] == CALL["function"]
 
 
@@ -118,7 +143,11 @@ IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,a
         ({"messages": [{"role": "bob", "content": "x"}]}, "bob", None),
         ({"messages": [USER], "reasoning_effort": "huge"}, "reasoning_effort", "reasoning_effort"),
         ({"messages": [USER], "temperature": 9}, "temperature", None),
-        ({"messages": [USER], "chat_template_kwargs": {"x": 1}}, r"chat_template_kwargs\.x", "chat_template_kwargs"),
+        (
+            {"messages": [USER], "chat_template_kwargs": {"x": 1}},
+            r"chat_template_kwargs\.x",
+            "chat_template_kwargs",
+        ),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "json", None),
         ({"messages": [USER], "tools": [TOOL], "tool_choice": "required"}, "tool_choice", None),
     ],

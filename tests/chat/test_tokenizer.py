@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.chat.conftest import of_bytes
 
 from dskit import chat
+from tests.chat.conftest import of_bytes
 
 TEXTS = ["Hello, world!", "été 日本 🙂\n\t", "12345 - 6", "", "<think> ｜DSML｜ <｜User｜>", "a" * 300]
 

@@ -1,8 +1,8 @@
 """Integer arithmetic with its steps: +, - and x of operands of up to three digits.
 
 Idea
-    The thinking part does what pupils do on paper, in columns of fixed width, lowest digit first, one small fact per
-    step and every carry written out, so that each token follows from few others at fixed distances:
+    The thinking part does what pupils do on paper, in columns of fixed width, lowest digit first, one small
+    fact per step and every carry written out, so that each token follows from few others at fixed distances:
 
         347+085        347-085         347x85 (347 times 5, then 347 times 8 plus what was carried up)
         7+5+0=12       >               347x5+000
@@ -12,8 +12,8 @@ Idea
                        3-0-1=2b0       1735              (the last digit stays, 173 goes into the next row)
                        262             347x8+173 ... 2949, then the line 029495's digits: 2949 and 5
 
-    The answer is the bare number.  With thinking off, sums and differences are answered at once and products show
-    their steps in the answer.
+    The answer is the bare number.  With thinking off, sums and differences are answered at once and products
+    show their steps in the answer.
 
 Shapes
     `steps(a, op, b)` -> text; the result is its last line without leading zeros (and with its sign).
@@ -29,8 +29,11 @@ from random import Random
 from dskit.train.skills.draw import held
 
 PHRASES = {
-    "+": ("What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "Compute {a} + {b}.", "What is {a} plus {b}?", "Add {a} and {b}.",
-          "How much is {a} + {b}?", "{a} + {b} = ?", "Calculate {a} plus {b}.", "what is {a}+{b}?"),
+    "+": (
+        "What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "Compute {a} + {b}.", "What is {a} plus {b}?",
+        "Add {a} and {b}.", "How much is {a} + {b}?", "{a} + {b} = ?", "Calculate {a} plus {b}.",
+        "what is {a}+{b}?",
+    ),
     "-": ("What is {a} - {b}?", "{a} - {b}", "{a}-{b}", "Compute {a} - {b}.", "What is {a} minus {b}?",
           "How much is {a} - {b}?", "{a} - {b} = ?", "Calculate {a} minus {b}.", "what is {a}-{b}?"),
     "x": ("What is {a} x {b}?", "{a} x {b}", "{a}*{b}", "Compute {a} x {b}.", "What is {a} times {b}?",
@@ -110,3 +113,11 @@ def turn(rng: Random, split: str, thinking: bool) -> tuple[str, str, str, str]:
     work, value = steps(a, op, b), str(result(a, op, b))
     answer = f"{work}\n{value}" if op == "x" and not thinking else value
     return question, work, answer, f"{a} {op} {b}"
+
+
+def short_turn(rng: Random, split: str) -> tuple[str, str, str, str]:
+    """A sum or difference: its answer is the bare number with thinking and without, as in history."""
+    while True:
+        made = turn(rng, split, True)
+        if " x " not in made[3]:
+            return made

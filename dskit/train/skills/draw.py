@@ -1,8 +1,9 @@
 """Random pieces of conversations: names, numbers, things; and which of them evaluation alone may use.
 
 Idea
-    A value belongs to evaluation if its hash says so (`split_of`), one in `HELD_OUT`.  Generators draw names, codes,
-    amounts, titles and texts through `held`, so training never sees a value of the evaluation, in any skill.
+    A value belongs to evaluation if its hash says so (`split_of`), one in `HELD_OUT`.  Generators draw names,
+    codes, amounts, titles and texts through `held`, so training never sees a value of the evaluation, in any
+    skill.
 
 Shapes
     Every function takes a `random.Random` and returns text or numbers.
@@ -28,29 +29,48 @@ T = TypeVar("T")
 HELD_OUT = 12
 SPLITS = ("train", "eval")
 
-PEOPLE = (
-    "Alice Amara Anna Ben Bruno Carla Chen Clara Daniel David Diego Elena Emil Emma Eva Farid Felix Fiona Grace Hana "
-    "Hugo Ida Igor Ines Ivan Jack James Jana Jonas Julia Kai Karim Kofi Lars Laura Lea Leo Lina Liam Lucas Lucy Maria "
-    "Marco Mark Mary Maya Mei Mia Mila Mira Nadia Nils Nina Noah Nora Olga Oliver Omar Oscar Paul Peter Priya Rosa Sam "
-    "Sara Sofia Tara Theo Tom Vera Victor Yara Yuki Zoe Adam Alex Ali Andrea Anton Ada Bella Bob Chloe Erik Frank "
-    "George Helen Henry Ivy Jane Joe John Kate Lily Max Nick Rita Robin Ruth Simon Tina Will"
-).split()
-CITIES = (
-    "Amsterdam Athens Bergen Berlin Bern Bogota Boston Brussels Cairo Chicago Copenhagen Dakar Delhi Dublin Geneva "
-    "Hamburg Hanoi Helsinki Istanbul Jakarta Kyoto Lagos Lima Lisbon London Lyon Madrid Manila Milan Montreal Moscow "
-    "Munich Nairobi Naples Osaka Oslo Paris Porto Prague Quito Riga Rome Seattle Seoul Shanghai Singapore Sofia "
-    "Stockholm Sydney Tallinn Tokyo Toronto Turin Valencia Vienna Vilnius Warsaw Zagreb Zurich Denver Austin Beijing "
-    "Dubai Havana Houston Miami Mumbai Nice Perth Tunis"
-).split()
-COLORS = "red blue green yellow purple orange white black brown pink silver gray golden turquoise".split()
-PETS = "dog cat rabbit parrot turtle hamster pony goldfish ferret canary".split()
-DRINKS = "tea coffee water milk juice cocoa lemonade cider".split()
-JOBS = "teacher nurse baker pilot farmer painter writer singer lawyer carpenter doctor gardener plumber dancer".split()
-HOBBIES = "chess hiking sailing cooking painting running reading fishing dancing swimming cycling gardening".split()
-CURRENCIES = "EUR USD GBP JPY CHF SEK NOK CAD AUD CNY INR BRL".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-ONSETS = "b br d dr f g gr h j k kr l m n p r s st t tr v z sh th w".split()
-VOWELS = "a e i o u a e i o u a e i o u ai ou".split()
+PEOPLE = [
+    "Alice", "Amara", "Anna", "Ben", "Bruno", "Carla", "Chen", "Clara", "Daniel", "David", "Diego",
+    "Elena", "Emil", "Emma", "Eva", "Farid", "Felix", "Fiona", "Grace", "Hana", "Hugo", "Ida", "Igor",
+    "Ines", "Ivan", "Jack", "James", "Jana", "Jonas", "Julia", "Kai", "Karim", "Kofi", "Lars", "Laura",
+    "Lea", "Leo", "Lina", "Liam", "Lucas", "Lucy", "Maria", "Marco", "Mark", "Mary", "Maya", "Mei", "Mia",
+    "Mila", "Mira", "Nadia", "Nils", "Nina", "Noah", "Nora", "Olga", "Oliver", "Omar", "Oscar", "Paul",
+    "Peter", "Priya", "Rosa", "Sam", "Sara", "Sofia", "Tara", "Theo", "Tom", "Vera", "Victor", "Yara",
+    "Yuki", "Zoe", "Adam", "Alex", "Ali", "Andrea", "Anton", "Ada", "Bella", "Bob", "Chloe", "Erik",
+    "Frank", "George", "Helen", "Henry", "Ivy", "Jane", "Joe", "John", "Kate", "Lily", "Max", "Nick",
+    "Rita", "Robin", "Ruth", "Simon", "Tina", "Will",
+]  # fmt: skip
+CITIES = [
+    "Amsterdam", "Athens", "Bergen", "Berlin", "Bern", "Bogota", "Boston", "Brussels", "Cairo", "Chicago",
+    "Copenhagen", "Dakar", "Delhi", "Dublin", "Geneva", "Hamburg", "Hanoi", "Helsinki", "Istanbul",
+    "Jakarta", "Kyoto", "Lagos", "Lima", "Lisbon", "London", "Lyon", "Madrid", "Manila", "Milan",
+    "Montreal", "Moscow", "Munich", "Nairobi", "Naples", "Osaka", "Oslo", "Paris", "Porto", "Prague",
+    "Quito", "Riga", "Rome", "Seattle", "Seoul", "Shanghai", "Singapore", "Sofia", "Stockholm", "Sydney",
+    "Tallinn", "Tokyo", "Toronto", "Turin", "Valencia", "Vienna", "Vilnius", "Warsaw", "Zagreb", "Zurich",
+    "Denver", "Austin", "Beijing", "Dubai", "Havana", "Houston", "Miami", "Mumbai", "Nice", "Perth",
+    "Tunis",
+]  # fmt: skip
+COLORS = [
+    "red", "blue", "green", "yellow", "purple", "orange", "white", "black", "brown", "pink", "silver",
+    "gray", "golden", "turquoise",
+]  # fmt: skip
+PETS = ["dog", "cat", "rabbit", "parrot", "turtle", "hamster", "pony", "goldfish", "ferret", "canary"]
+DRINKS = ["tea", "coffee", "water", "milk", "juice", "cocoa", "lemonade", "cider"]
+JOBS = [
+    "teacher", "nurse", "baker", "pilot", "farmer", "painter", "writer", "singer", "lawyer", "carpenter",
+    "doctor", "gardener", "plumber", "dancer",
+]  # fmt: skip
+HOBBIES = [
+    "chess", "hiking", "sailing", "cooking", "painting", "running", "reading", "fishing", "dancing",
+    "swimming", "cycling", "gardening",
+]  # fmt: skip
+CURRENCIES = ["EUR", "USD", "GBP", "JPY", "CHF", "SEK", "NOK", "CAD", "AUD", "CNY", "INR", "BRL"]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+ONSETS = [
+    "b", "br", "d", "dr", "f", "g", "gr", "h", "j", "k", "kr", "l", "m", "n", "p", "r", "s", "st", "t",
+    "tr", "v", "z", "sh", "th", "w",
+]  # fmt: skip
+VOWELS = ["a", "e", "i", "o", "u", "a", "e", "i", "o", "u", "a", "e", "i", "o", "u", "ai", "ou"]
 CODAS = ["", "", "", "n", "r", "l", "s", "k", "m"]
 
 

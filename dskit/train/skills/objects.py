@@ -1,8 +1,8 @@
 """JSON answers: an object with the fields that the question names, values copied from the question.
 
 Idea
-    Either the fields are listed (`name "Mira", age 34`) or told in a sentence that the object must summarise.  The
-    answer is `json.dumps` of the object, in the order of the question.
+    Either the fields are listed (`name "Mira", age 34`) or told in a sentence that the object must summarise.
+    The answer is `json.dumps` of the object, in the order of the question.
 
 Shapes
     `turn` -> (question, thinking, answer, key), all text.
@@ -38,8 +38,9 @@ FIELDS: dict[str, Callable[[Random, str], Any]] = {
 }
 HELD = ("name", "city", "title", "owner", "note", "code")  # at least one of these makes an object new
 ASK = (
-    "Give me a JSON object with {f}.", "Write JSON with {f}.", "Answer in JSON: {f}.", "Return a JSON object: {f}.",
-    "I need JSON with {f}.", "Make a JSON object with {f}.", "As JSON: {f}", "JSON with {f}, please.",
+    "Give me a JSON object with {f}.", "Write JSON with {f}.", "Answer in JSON: {f}.",
+    "Return a JSON object: {f}.", "I need JSON with {f}.", "Make a JSON object with {f}.", "As JSON: {f}",
+    "JSON with {f}, please.",
 )  # fmt: skip
 SENTENCES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("{name} is {age} years old and lives in {city}.", ("name", "age", "city")),
@@ -57,7 +58,9 @@ def turn(rng: Random, split: str) -> tuple[str, str, str, str]:
     if rng.random() < 0.35:
         sentence, keys = rng.choice(SENTENCES)
         value = {key: FIELDS[key](rng, split) for key in keys}
-        lead = rng.choice(("Write this as JSON with {k}: ", "Extract {k} as JSON: ", "Turn this into JSON with {k}: "))
+        lead = rng.choice(
+            ("Write this as JSON with {k}: ", "Extract {k} as JSON: ", "Turn this into JSON with {k}: ")
+        )
         question = lead.format(k=_join(list(keys))) + sentence.format(**value)
     else:
         first = rng.choice(HELD)

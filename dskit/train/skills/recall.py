@@ -1,13 +1,13 @@
 """Recall: facts told early in a long conversation, asked for later.
 
 Idea
-    The user tells facts ("The code of Mira is 4821."), talks about other things, tells more facts, asks for some of
-    them on the way, and at the end asks for one.  Thinking and answer repeat the question's words before the value,
-    so the value follows what it followed when it was told.
+    The user tells facts ("The code of Mira is 4821."), talks about other things, tells more facts, asks for
+    some of them on the way, and at the end asks for one.  Thinking and answer repeat the question's words
+    before the value, so the value follows what it followed when it was told.
 
 Shapes
-    `conversation` -> (messages, thinking, answer, key): messages end with the user's last question.  `tokens` is the
-    length aimed at, of the demo's tokenizer, good to about a tenth.
+    `conversation` -> (messages, thinking, answer, key): messages end with the user's last question.  `tokens`
+    is the length aimed at, of the demo's tokenizer, good to about a tenth.
 
 Errors
     None.
@@ -23,14 +23,24 @@ from dskit.train.skills import draw, talk
 CHARACTERS_PER_TOKEN, TOKENS_PER_TURN = 3.9, 5
 NUMBERS = {"code": 4, "locker": 3, "room": 3, "badge": 5, "seat": 2, "number": 6}
 THINGS = {
-    "color": draw.COLORS, "pet": draw.PETS, "drink": draw.DRINKS, "job": draw.JOBS, "hobby": draw.HOBBIES, "day": draw.DAYS,
-}  # fmt: skip
+    "color": draw.COLORS,
+    "pet": draw.PETS,
+    "drink": draw.DRINKS,
+    "job": draw.JOBS,
+    "hobby": draw.HOBBIES,
+    "day": draw.DAYS,
+}
 TOLD = ("The {a} of {n} is {v}.", "{n}'s {a} is {v}.", "Remember: the {a} of {n} is {v}.",
         "Please remember that the {a} of {n} is {v}.", "Remember that {n}'s {a} is {v}.")  # fmt: skip
-ASKED = ("What is the {a} of {n}?", "What is {n}'s {a}?", "What was the {a} of {n}?", "Tell me the {a} of {n}.",
-         "Do you remember the {a} of {n}?", "what is the {a} of {n}?")  # fmt: skip
-MY_TOLD, MY_ASKED = ("My {a} is {v}.", "Remember: my {a} is {v}."), ("What is my {a}?", "Do you remember my {a}?", "what is my {a}?")
-NOTED = "Noted."
+ASKED = (
+    "What is the {a} of {n}?", "What is {n}'s {a}?", "What was the {a} of {n}?", "Tell me the {a} of {n}.",
+    "Do you remember the {a} of {n}?", "what is the {a} of {n}?",
+)  # fmt: skip
+MY_TOLD, MY_ASKED = (
+    ("My {a} is {v}.", "Remember: my {a} is {v}."),
+    ("What is my {a}?", "Do you remember my {a}?", "what is my {a}?"),
+)
+NOTED, UNTOLD_UP_TO = "Noted.", 500
 
 
 class Fact(NamedTuple):
@@ -58,6 +68,11 @@ class Fact(NamedTuple):
         """The sentence that answers the question."""
         return f"{self.subject[0].upper()}{self.subject[1:]} is {self.value}."
 
+    @property
+    def untold(self) -> str:
+        """The sentence that answers the question where nobody told it."""
+        return f"You did not tell me {self.subject}."
+
 
 def fact(rng: Random, split: str, known: list[Fact]) -> Fact:
     """A new fact, half of them numbers, some about people or attributes that occurred before."""
@@ -74,7 +89,9 @@ def fact(rng: Random, split: str, known: list[Fact]) -> Fact:
             attribute = rng.choice(list(THINGS))
             value = rng.choice(THINGS[attribute])
         if rng.random() < 0.12 and attribute not in THINGS:
-            name, attribute, value = ("", attribute, value) if rng.random() < 0.6 else ("", "name", draw.person(rng, split))
+            name, attribute, value = (
+                ("", attribute, value) if rng.random() < 0.6 else ("", "name", draw.person(rng, split))
+            )
         if all((f.attribute, f.name) != (attribute, name) for f in known):
             return Fact(attribute, name, value)
 
@@ -91,8 +108,13 @@ def aside(rng: Random, split: str) -> tuple[str, str]:
     return question, answer
 
 
-def conversation(rng: Random, split: str, tokens: int, far: bool) -> tuple[list[dict], str, str, str]:
-    """A conversation of about `tokens` tokens; with `far`, the last question asks for a fact of the first turn."""
+def conversation(
+    rng: Random, split: str, tokens: int, far: bool, told: bool
+) -> tuple[list[dict], str, str, str]:
+    """A conversation of about `tokens` tokens.
+
+    With `far`, the last question asks for a fact of the first turn.  Unless `told`, short conversations sometimes end in a question for something that nobody told.
+    """
     facts: list[Fact] = []
     messages: list[dict] = []
     size, early, limit = 30.0, 0, rng.choice((1, 2, 4, 8, 16))
@@ -112,5 +134,9 @@ def conversation(rng: Random, split: str, tokens: int, far: bool) -> tuple[list[
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         size += (len(asked) + len(answer)) / CHARACTERS_PER_TOKEN + TOKENS_PER_TURN
     last = rng.choice(facts[:early] if far else facts)
+    if not told and size < UNTOLD_UP_TO and rng.random() < 0.1:
+        last = fact(rng, split, facts)
+        messages.append({"role": "user", "content": last.asked(rng)})
+        return messages, f"Recall: {last.subject}", last.untold, f"untold {last.subject}"
     messages.append({"role": "user", "content": last.asked(rng)})
     return messages, f"Recall: {last.subject}", last.answer, " ".join(f.answer for f in (last, *facts))

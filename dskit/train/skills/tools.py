@@ -1,8 +1,9 @@
-"""Tool calls: which tool a question needs, with arguments copied from the question, and a sentence on the result.
+"""Tool calls: the tool that a question needs, arguments copied from it, and a sentence on the result.
 
 Idea
-    A handful of everyday tools, and coined ones (`book_room`, `find_recipe`, ...) whose parameters the question names,
-    so that a tool unknown to training is read from its schema.  One to four tools are offered, in random order.
+    A handful of everyday tools, and coined ones (`book_room`, `find_recipe`, ...) whose parameters the
+    question names, so that a tool unknown to training is read from its schema.  One to four tools are
+    offered, in random order.
 
 Shapes
     `Use` holds the question, the call (name and arguments), the tool's result and the closing sentence.
@@ -39,10 +40,16 @@ def schema(name: str, description: str, required: int | None = None, /, **parame
 
 
 def _weather(rng: Random, split: str) -> Use:
-    place, degrees, sky = draw.city(rng, split), rng.randrange(-9, 39), rng.choice(("sunny", "cloudy", "rainy", "windy"))
+    place, degrees, sky = (
+        draw.city(rng, split),
+        rng.randrange(-9, 39),
+        rng.choice(("sunny", "cloudy", "rainy", "windy")),
+    )
     days = rng.randrange(2, 8) if rng.random() < 0.3 else None
-    forms = ("What is the weather in {c}?", "How is the weather in {c}?", "Weather in {c}, please.", "Check the weather in {c}.",
-             "Tell me the weather in {c}.", "what's the weather in {c}?")  # fmt: skip
+    forms = (
+        "What is the weather in {c}?", "How is the weather in {c}?", "Weather in {c}, please.",
+        "Check the weather in {c}.", "Tell me the weather in {c}.", "what's the weather in {c}?",
+    )  # fmt: skip
     long = ("What is the weather in {c} for {d} days?", "Give me the weather in {c} for the next {d} days.")
     question = rng.choice(long if days else forms).format(c=place, d=days)
     arguments = {"city": place} | ({"days": days} if days else {})
@@ -55,13 +62,20 @@ def _event(rng: Random, split: str) -> Use:
     forms = ("Add {t} to my calendar on {d} at {h}.", "Put {t} on my calendar for {d} at {h}.",
              "Create an event called {t} on {d} at {h}.", "Schedule {t} for {d} at {h}.")  # fmt: skip
     question = rng.choice(forms).format(t=f'"{name}"' if rng.random() < 0.6 else name, d=day, h=time)
-    return Use(question, {"title": name, "day": day, "time": time}, "ok", f"I added {name} on {day} at {time}.")
+    return Use(
+        question, {"title": name, "day": day, "time": time}, "ok", f"I added {name} on {day} at {time}."
+    )
 
 
 def _currency(rng: Random, split: str) -> Use:
     amount = draw.number(rng, split, rng.choice((2, 3, 4)))
     source, target = rng.sample(draw.CURRENCIES, 2)
-    forms = ("Convert {a} {s} to {t}.", "How much is {a} {s} in {t}?", "What is {a} {s} in {t}?", "Change {a} {s} into {t}.")
+    forms = (
+        "Convert {a} {s} to {t}.",
+        "How much is {a} {s} in {t}?",
+        "What is {a} {s} in {t}?",
+        "Change {a} {s} into {t}.",
+    )
     value = rng.randrange(2, 9999)
     question = rng.choice(forms).format(a=amount, s=source, t=target)
     arguments = {"amount": amount, "source": source, "target": target}
@@ -70,7 +84,13 @@ def _currency(rng: Random, split: str) -> Use:
 
 def _send(rng: Random, split: str) -> Use:
     who, text = draw.person(rng, split), draw.message(rng, split)
-    forms = ('Send "{m}" to {p}.', "Send {p} a message: {m}", "Tell {p}: {m}", "Write to {p}: {m}", 'Text {p} "{m}".')
+    forms = (
+        'Send "{m}" to {p}.',
+        "Send {p} a message: {m}",
+        "Tell {p}: {m}",
+        "Write to {p}: {m}",
+        'Text {p} "{m}".',
+    )
     question = rng.choice(forms).format(m=text, p=who)
     return Use(question, {"to": who, "text": text}, "sent", f"I sent your message to {who}.")
 
@@ -80,13 +100,28 @@ def _timer(rng: Random, split: str) -> Use:
     forms = ("Set a timer of {m} minutes for the {t}.", "Set a {m} minute timer for the {t}.",
              "Start a timer for the {t}, {m} minutes.", "Remind me of the {t} in {m} minutes.")  # fmt: skip
     question = rng.choice(forms).format(m=minutes, t=label)
-    return Use(question, {"minutes": minutes, "label": label}, "started", f"The timer for the {label} runs for {minutes} minutes.")
+    return Use(
+        question,
+        {"minutes": minutes, "label": label},
+        "started",
+        f"The timer for the {label} runs for {minutes} minutes.",
+    )
 
 
 def _contact(rng: Random, split: str) -> Use:
     who, phone = draw.person(rng, split), draw.number(rng, split, 6)
-    forms = ("What is the phone number of {p}?", "Look up {p} in my contacts.", "Find the number of {p}.", "Find {p}'s number.")
-    return Use(rng.choice(forms).format(p=who), {"name": who}, json.dumps({"phone": str(phone)}), f"The number of {who} is {phone}.")
+    forms = (
+        "What is the phone number of {p}?",
+        "Look up {p} in my contacts.",
+        "Find the number of {p}.",
+        "Find {p}'s number.",
+    )
+    return Use(
+        rng.choice(forms).format(p=who),
+        {"name": who},
+        json.dumps({"phone": str(phone)}),
+        f"The number of {who} is {phone}.",
+    )
 
 
 def _note(rng: Random, split: str) -> Use:
@@ -97,16 +132,28 @@ def _note(rng: Random, split: str) -> Use:
 
 def _light(rng: Random, split: str) -> Use:
     room, level = draw.held(rng, split, lambda: f"{draw.noun(rng)} room"), rng.randrange(0, 101)
-    forms = ("Set the light in the {r} to {v} percent.", "Dim the light of the {r} to {v} percent.", "{r} light to {v} percent")
-    return Use(rng.choice(forms).format(r=room, v=level), {"room": room, "level": level}, "ok", f"The light in the {room} is at {level} percent.")
+    forms = (
+        "Set the light in the {r} to {v} percent.",
+        "Dim the light of the {r} to {v} percent.",
+        "{r} light to {v} percent",
+    )
+    return Use(
+        rng.choice(forms).format(r=room, v=level),
+        {"room": room, "level": level},
+        "ok",
+        f"The light in the {room} is at {level} percent.",
+    )
 
 
 TOOLS: dict[str, tuple[dict[str, Any], Callable[[Random, str], Use]]] = {
     tool["function"]["name"]: (tool, make)
     for tool, make in (
         (schema("get_weather", "Current weather of a city", 1, city="string", days="integer"), _weather),
-        (schema("add_event", "Add an event to the calendar", title="string", day="string", time="string"), _event),
-        (schema("convert_currency", "Convert an amount of money", amount="number", source="string", target="string"), _currency),
+        (schema("add_event", "Add a calendar event", title="string", day="string", time="string"), _event),
+        (
+            schema("convert_currency", "Convert money", amount="number", source="string", target="string"),
+            _currency,
+        ),
         (schema("send_message", "Send a message to a person", to="string", text="string"), _send),
         (schema("set_timer", "Start a timer", minutes="integer", label="string"), _timer),
         (schema("find_contact", "Look up a contact", name="string"), _contact),
@@ -114,7 +161,10 @@ TOOLS: dict[str, tuple[dict[str, Any], Callable[[Random, str], Use]]] = {
         (schema("set_light", "Set the light of a room", room="string", level="integer"), _light),
     )
 }  # fmt: skip
-VERBS = "book find order check start open rate rent plan list move copy print clean watch track".split()
+VERBS = [
+    "book", "find", "order", "check", "start", "open", "rate", "rent", "plan", "list", "move", "copy",
+    "print", "clean", "watch", "track",
+]  # fmt: skip
 PARAMETERS: dict[str, tuple[str, Callable[[Random, str], Any]]] = {
     "guest": ("string", draw.person),
     "owner": ("string", draw.person),
@@ -136,10 +186,16 @@ def coined(rng: Random, split: str) -> tuple[dict[str, Any], Use]:
     name = draw.held(rng, split, lambda: f"{rng.choice(VERBS)}_{draw.noun(rng)}")
     first = rng.choice(("guest", "place", "topic", "code"))
     keys = [first, *rng.sample([key for key in PARAMETERS if key != first], rng.randrange(0, 3))]
-    tool = schema(name, f"{name.replace('_', ' the ').capitalize()}", **{key: PARAMETERS[key][0] for key in keys})
+    tool = schema(
+        name, f"{name.replace('_', ' the ').capitalize()}", **{key: PARAMETERS[key][0] for key in keys}
+    )
     arguments = {key: PARAMETERS[key][1](rng, split) for key in keys}
-    shown = [f"{key} {json.dumps(value) if isinstance(value, bool) else value}" for key, value in arguments.items()]
-    lead = rng.choice(("Call {n} with ", "Use {n} with ", "Please {w} with ", "{w}: ")).format(n=name, w=name.replace("_", " the "))
+    shown = [
+        f"{key} {json.dumps(value) if isinstance(value, bool) else value}" for key, value in arguments.items()
+    ]
+    lead = rng.choice(("Call {n} with ", "Use {n} with ", "Please {w} with ", "{w}: ")).format(
+        n=name, w=name.replace("_", " the ")
+    )
     question = lead + (", ".join(shown[:-1]) + " and " + shown[-1] if len(shown) > 1 else shown[0]) + "."
     return tool, Use(question, arguments, "done", "Done.")
 
