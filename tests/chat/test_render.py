@@ -161,3 +161,12 @@ def test_refusals(demo, body, says, param):
 def test_too_long_a_prompt(demo):
     with pytest.raises(chat.ChatError, match="length"):
         chat.render({"messages": [USER]}, demo).max_tokens(10)
+
+
+def test_the_older_family(demo):
+    body = {"model": "DeepSeek-V4-Pro", "messages": [USER], "tools": [TOOL]}
+    talk = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions()).conversation
+    wanted = recipe.DeepseekV4Encoding().render_conversation(talk).prompt
+    assert demo.decode(chat.render({**body, "model": "anything"}, demo, family="v4").ids) == wanted
+    with pytest.raises(ValueError, match="v5"):
+        chat.render(body, demo, family="v5")

@@ -113,7 +113,8 @@ def conversation(
 ) -> tuple[list[dict], str, str, str]:
     """A conversation of about `tokens` tokens.
 
-    With `far`, the last question asks for a fact of the first turn.  Unless `told`, short conversations sometimes end in a question for something that nobody told.
+    With `far`, the last question asks for a fact of the first turn.  Unless `told`, short conversations
+    sometimes end in a question for something that nobody told.
     """
     facts: list[Fact] = []
     messages: list[dict] = []
