@@ -57,11 +57,13 @@ SAMPLING = [
 
 
 class ChatError(ValueError):
-    """A request that cannot be rendered; `status` is the HTTP code, `param` the field at fault."""
+    """A request that cannot be rendered: HTTP `status`, `param` (the field at fault), `code` (a word)."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str = "invalid_value"
+    ) -> None:
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param, self.status, self.code = param, status, code
 
 
 class Tokenizer:
@@ -218,7 +220,8 @@ class Prompt:
         try:
             limit = self.request.resolve_max_tokens(len(self.ids), context)
         except recipe.ConversionError as error:
-            raise _refusal(error) from None
+            message, status = str(_refusal(error)), error.status_code
+            raise ChatError(message, "messages", status, "context_length_exceeded") from None
         return min(limit, self.sampling.get("max_tokens", limit))
 
 
