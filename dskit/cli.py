@@ -117,7 +117,7 @@ def convert(argv: list[str]) -> int:
         raise CliError("no target folder", "only --dry-run needs none", f"dskit convert {args.source} TARGET")
     from dskit.checkpoint import convert as run
 
-    report = run(args.source, args.target or None, dry_run=args.dry_run)
+    report = run(args.source, args.target or None, dry_run=args.dry_run, quantize=args.quantize)
     print(json.dumps(report.counts) if args.json else report)
     return 0 if report.complete else FAILED
 

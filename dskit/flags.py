@@ -152,6 +152,8 @@ class ConvertArgs:
     """Folder to write; it must not hold a checkpoint yet."""
     dry_run: bool = False
     """Count mapped, unmapped and unused tensors, and write nothing."""
+    quantize: bool = False
+    """Pack plain weights as the release does: FP8, and FP4 for experts."""
     json: bool = False
     """Print the counts as one JSON document."""
 

@@ -52,6 +52,15 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
+def tiny():
+    """The small random model, loaded once."""
+    from dskit.engine.llm import LLM
+
+    with LLM("tiny") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def demo():
     """The bundled model, loaded once."""
     from dskit.engine.llm import LLM

@@ -165,7 +165,8 @@ def peer_rows(llm: LLM, prompts: Prompts, rows: list, args: Any) -> dict[str, An
     except ModuleNotFoundError:
         return peer | {"reason": 'transformers is not installed; pip install "dskit-llm[dev]"'}
     say("transformers, V4 at the same widths")
-    run = transformers_run(llm.config, llm.dtype, torch.device(llm.device))
+    dtype = llm.model.numerics.compute  # of the operands of our matrix products
+    run = transformers_run(llm.config, dtype, llm.device)
     measured = [timed(run, prompts, row, args) for row in rows if row[1] <= 200]
     name = f"transformers {transformers.__version__} DeepseekV4ForCausalLM"
     dtype = str(llm.dtype).removeprefix("torch.")
@@ -192,13 +193,13 @@ class Calls(TorchDispatchMode):
 
 
 def torch_calls_per_step(run: Run, prompts: Prompts) -> float:
-    """Torch operations of one decode step of one stream: those of 9 tokens less those of 1, by 8."""
+    """Torch operations of one decode step of one stream: those of 5 tokens less those of 1, by 4."""
     counts = []
-    for new_tokens in (1, 9):
+    for new_tokens in (1, 5):
         with Calls() as calls:
             run(prompts.draw(1, 64), new_tokens)
         counts.append(calls.count)
-    return (counts[1] - counts[0]) / 8
+    return (counts[1] - counts[0]) / 4
 
 
 def seconds(work: Callable[[], object]) -> float:

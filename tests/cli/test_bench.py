@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -12,6 +15,7 @@ import torch
 from dskit import cli
 from dskit.bench import environment, latency, peer
 from dskit.config import preset
+from dskit.flags import LatencyArgs
 
 SCHEMA = Path(__file__).parents[2] / "profiles" / "schema.json"
 
@@ -19,12 +23,10 @@ SCHEMA = Path(__file__).parents[2] / "profiles" / "schema.json"
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """The report of a short run on the tiny model, and the folder that it was written to."""
-    import contextlib
-    import io
-
     out, folder = io.StringIO(), tmp_path_factory.mktemp("profiles")
-    argv = ["bench", "latency", "tiny", "--json", "--output-len", "4", "--repeats", "1", "--no-compile"]
-    with contextlib.redirect_stdout(out):
+    argv = ["bench", "latency", "tiny", "--json", "--output-len", "3", "--repeats", "1", "--no-compile"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(latency, "ROWS", ((1, 20), (1, 2000), (2, 20)))
         assert cli.main([*argv, "--result-dir", str(folder)]) == 0
     return json.loads(out.getvalue()), next(folder.iterdir())
 
@@ -34,7 +36,7 @@ def test_the_document_has_the_keys_that_others_read(report):
     assert {"env", "runs", "peer", "ratio"} <= set(found)
     for row in found["runs"]:
         assert row["ttft_s"] > 0 and row["decode_tok_s"] > 0 and row["torch_calls_per_step"] != 0
-    assert [(row["streams"], row["prompt_tokens"]) for row in found["runs"]] == [(1, 200), (8, 200)]
+    assert [(row["streams"], row["prompt_tokens"]) for row in found["runs"]] == [(1, 20), (2, 20)]
     assert found["ratio"] == pytest.approx(found["runs"][0]["decode_tok_s"] / found["peer"]["decode_tok_s"])
 
 
@@ -62,11 +64,7 @@ def test_a_second_run_of_a_day_gets_a_folder_of_its_own(tmp_path):
 
 
 def test_without_transformers_the_peer_is_null_with_a_reason(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "transformers", None)
-    from dskit.flags import LatencyArgs
-
     found = latency.peer_rows(None, None, [], LatencyArgs())
     assert found["decode_tok_s"] is None and "not installed" in found["reason"]
 

@@ -9,6 +9,13 @@ import pytest
 from dskit import cli
 
 
+@pytest.fixture
+def loaded(tiny, monkeypatch):
+    """`dskit chat tiny` takes the model that is loaded already, and leaves it open."""
+    monkeypatch.setattr(tiny, "close", lambda: None)
+    monkeypatch.setattr("dskit.engine.llm.LLM", lambda *_, **__: tiny)
+
+
 def chat(capsys: pytest.CaptureFixture, *argv: str) -> tuple[str, str]:
     """stdout and stderr of a chat that must succeed."""
     assert cli.main(["chat", *argv]) == 0
@@ -21,12 +28,12 @@ def test_one_question_prints_the_answer_and_statistics(capsys):
     assert "6 generated" in err and "tokens/s" in err and "ended by length" in err
 
 
-def test_the_same_seed_and_question_give_the_same_text(capsys):
+def test_the_same_question_gives_the_same_text(loaded, capsys):
     argv = ("tiny", "-q", "hello", "--max-tokens", "6", "--temperature", "0")
     assert chat(capsys, *argv)[0] == chat(capsys, *argv)[0]
 
 
-def test_lines_of_input_are_turns_of_one_conversation(capsys, monkeypatch):
+def test_lines_of_input_are_turns_of_one_conversation(loaded, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
     _, err = chat(capsys, "tiny", "--max-tokens", "4", "--think", "off")
     prompts = [int(line.split()[0].strip("[")) for line in err.splitlines() if "prompt tokens" in line]

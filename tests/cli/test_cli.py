@@ -8,6 +8,8 @@ import sys
 from dataclasses import fields
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dskit import cli, flags
 
@@ -181,9 +183,22 @@ def test_kernels_flag_reaches_the_registry(capsys, monkeypatch):
         ops.use("torch")
 
 
-def test_convert_counts_and_refuses(capsys, monkeypatch):
+def test_convert_exits_with_1_when_something_has_no_place(tmp_path, capsys):
+    """A sound checkpoint converts; one tensor of an unknown name makes the dry run fail and name it."""
     from dskit import checkpoint
+    from dskit.config import preset
 
-    monkeypatch.setattr(checkpoint, "convert", lambda *_, **__: {"mapped": 3, "unmapped": 1, "unused": 0})
-    code, out, _ = said(capsys, "convert", "somewhere", "--dry-run", "--json")
-    assert code == 1 and json.loads(out) == {"mapped": 3, "unmapped": 1, "unused": 0}
+    source, target = tmp_path / "source", tmp_path / "target"
+    checkpoint.write_random(preset("tiny"), source)
+    code, out, _ = said(capsys, "convert", str(source), "--dry-run", "--json")
+    counts = json.loads(out)
+    assert code == 0 and counts["mapped"] > 500 and counts["unmapped"] == counts["missing"] == 0
+    assert said(capsys, "convert", str(source), str(target))[0] == 0
+
+    shard, index = next(target.glob("*.safetensors")), target / "model.safetensors.index.json"
+    save_file(load_file(shard) | {"stray.weight": torch.zeros(2)}, shard)
+    known = json.loads(index.read_text())
+    known["weight_map"]["stray.weight"] = shard.name
+    index.write_text(json.dumps(known))
+    code, out, _ = said(capsys, "convert", str(target), "--dry-run")
+    assert code == 1 and "stray.weight" in out
