@@ -190,9 +190,12 @@ class ModelRunner:
 
     def _grams(self, work: list[Work], at: Layout) -> Tensor:
         """Folded n-grams [T, Q] ending at each row, newest first; what lies before the start or an image is filler."""
-        config, folding, parts = self.config, self.model.folding, []
+        config, folding = self.config, self.model.folding
         longest, filler = config.engram_max_ngram_size, self.model.folding[config.engram_pad_token_id]
+        parts = [np.empty((0, longest), dtype=np.int64)]
         for w, start, stop in zip(work, at.starts, at.stops, strict=True):
+            if start == stop:  # bounded replay kept none of its rows
+                continue
             before = min(longest - 1, int(start))
             ids = np.asarray(w.tokens[start - before : stop], dtype=np.int64)
             folded = np.where(ids == config.image_token_id, -1, folding[ids])
@@ -204,6 +207,6 @@ class ModelRunner:
 
     def _wanted(self, work: list[Work], at: Layout) -> Tensor:
         rows = [np.arange(0) if w.want == "none" else
-                np.arange(at.offsets[i + 1] - (1 if w.want == "last" else at.counts[i]), at.offsets[i + 1])
+                np.arange(at.offsets[i + 1] - min(at.counts[i], 1 if w.want == "last" else at.counts[i]), at.offsets[i + 1])
                 for i, w in enumerate(work)]
         return _put(np.concatenate(rows), self.device)
