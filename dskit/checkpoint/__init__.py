@@ -9,7 +9,7 @@ Everything here is a stream of weights (what it is, its stored tensor, its scale
     write_random = draw -> write                            convert = Folder -> write
 
 One weight is in flight at a time, so nothing is ever held twice. Read in this order: spec (which tensors
-there are), files (reading and its checks), names (other spellings), place (into and out of a model), draw, write.
+there are), files (reading and checks), names (other spellings), place (into and out of a model), draw, write.
 
 Errors: CheckpointError names file, tensor, what was found and what was expected; ConfigError the field.
 Source: model.md sections 2.5 and 4, appendix B.

@@ -1,7 +1,7 @@
 """Reading a checkpoint folder: lazily, one weight at a time, and nothing unchecked.
 
 Idea: headers first. Opening a folder reads the index and the header of every shard and finds for each weight
-of the layout the tensor that holds it; `check` compares dtypes and shapes, all before the first byte of data is
+of the layout the tensor that holds it; `check` compares dtypes and shapes, all before the first number is
 read. Then `weights` yields one weight after another, its numbers checked as they come by.
 
 Shapes: stored tensors as spec.py lists them.
@@ -71,11 +71,11 @@ class Folder:
         self._held = {file: frozenset(shard.keys()) for file, shard in self._shards.items()}
         self.places: dict[str, Place] = {}
         self.unused: list[str] = []
+        self._expected = spec(self.config)
         self._find_names()
         self._trust_draft_stages()
-        expected = spec(self.config)
-        self.missing = [name for name in expected if name not in self.places]
-        self.unmapped = [place.stored for name, place in self.places.items() if name not in expected]
+        self.missing = [name for name in self._expected if name not in self.places]
+        self.unmapped = [place.stored for name, place in self.places.items() if name not in self._expected]
 
     # ---- finding -------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Folder:
                 other = next((at for at, names in self._held.items() if stored in names), "no shard")
                 self._fail("the tensor is not in the shard that the index names (swapped shards?)", stored,
                            found=f"in {other}", expected=f"in {file}")
-            for name, part in released(stored, self.config):
+            for name, part in [(stored, None)] if stored in self._expected else released(stored, self.config):
                 if unused(name):
                     self.unused.append(stored)
                 elif name in self.places:
@@ -149,21 +149,21 @@ class Folder:
         if stages != self.config.num_nextn_predict_layers:
             ratios = self.config.compress_ratios[: self.config.num_hidden_layers] + (0,) * stages
             self.config = self.config.replace(num_nextn_predict_layers=stages, compress_ratios=ratios)
+            self._expected = spec(self.config)
 
     # ---- checking ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise CheckpointError for a tensor missing, unexpected or misshapen, and for a wrong tokenizer."""
-        expected = spec(self.config)
         for name in self.missing:
-            dtype, shape = expected[name]
+            dtype, shape = self._expected[name]
             scale = name.endswith(".scale") and name.removesuffix("scale") + "weight" in self.places
             raise CheckpointError(f"the {'scale of a packed weight' if scale else 'tensor'} is missing",
                                   file=self.path / INDEX, tensor=name, found="nothing",
                                   expected=f"{dtype} {list(shape)}")
         for stored in self.unmapped:
             self._fail(f"unexpected tensor{_hint(stored, self.config)}", stored)
-        for name, (dtype, shape) in expected.items():
+        for name, (dtype, shape) in self._expected.items():
             self._check_header(name, dtype, shape)
         self.fold  # noqa: B018 - the check is in the computing
 

@@ -79,8 +79,8 @@ def _place_expert(model: Model, expert: re.Match, weight: Weight, tensor: Tensor
     if scale is None or storage == "expanded":
         tensor, scale = _numbers(weight, tensor, scale, stack, device, stack.numerics.compute), None
     elif weight.fmt == "fp8" and tensor.shape[0] % stack.block[0]:
-        raise ValueError(f"storage='packed' stacks w1 on w3, but moe_intermediate_size = {tensor.shape[0]} is "
-                         f"no multiple of the block's {stack.block[0]} rows; choose storage='expanded'")
+        raise ValueError(f"storage='packed' stacks w1 on w3, yet moe_intermediate_size = {tensor.shape[0]} "
+                         f"is no multiple of the block's {stack.block[0]} rows; choose storage='expanded'")
     halves, half = (1, 0) if name == "w2" else (2, 0 if name == "w1" else 1)
     if stack.weight.is_meta:
         stack.weight = _parameter(_stacked(stack.experts, tensor, halves, device))

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each kind is refused, and the message names file, tensor, what was found and expected."""
+"""Damaged checkpoints: each kind is refused; the message names file, tensor, what was found and expected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def poke(value, at=0, dtype=None):
     return become
 
 
-# ---- files --------------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------
 
 def test_no_config(copy):
     folder = copy()
@@ -103,15 +103,16 @@ def test_swapped_shards(copy):
     refused(folder, "swapped shards", first, second, "found in", "expected in")
 
 
-# ---- names --------------------------------------------------------------------------------------------------
+# ---- names -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["norm.weight", "layers.3.ffn.experts.5.w3.weight", "layers.1.engram.q_weight",
-                                  "mtp.1.confidence_head.proj.weight", "layers.2.attn.compressor.wgate.weight",
-                                  "layers.4.attn.indexer.wk.weight"])
-def test_missing_tensor(copy, name):
+@pytest.mark.parametrize(("name", "form"), [
+    ("norm.weight", "BF16 [128]"), ("layers.3.ffn.experts.5.w3.weight", "I8 [64, 64]"),
+    ("layers.1.engram.q_weight", "BF16 [4, 128]"), ("mtp.1.confidence_head.proj.weight", "BF16 [1, 144]"),
+    ("layers.2.attn.compressor.wgate.weight", "BF16 [64, 128]"), ("layers.4.attn.indexer.wk.weight", "BF16 [32, 64]")])
+def test_missing_tensor(copy, name, form):
     folder = copy()
     change(folder, name, lambda tensor: None)
-    refused(folder, INDEX, name, "missing", "found nothing", "BF16" if "experts" not in name else "I8 [64, 64]")
+    refused(folder, INDEX, name, "missing", "found nothing", f"expected {form}")
 
 
 def test_missing_scale(copy):
@@ -152,17 +153,18 @@ def test_draft_tensors_without_draft_stages(copy):
 
 def test_what_text_does_not_need_is_ignored(copy):
     folder = copy()
-    for name in ("vision.norm.weight", "aligner.w1.bias", "image_start", "mtp.1.embed.weight", "mtp.1.head.weight"):
+    extra = ("vision.norm.weight", "aligner.w1.bias", "image_start", "mtp.1.embed.weight", "mtp.1.head.weight")
+    for name in extra:
         add(folder, name, torch.zeros(2))
     checkpoint.load(folder, device="cpu")
 
 
-# ---- headers ------------------------------------------------------------------------------------------------
+# ---- headers -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("name", "become", "words"), [
     ("norm.weight", lambda t: t[:-1], ("wrong shape", "found [127]", "expected [128]")),
     (f"{WQ_A}.scale", lambda t: t.view(torch.uint8)[:1].view(t.dtype), ("wrong shape", "[1, 4]", "[2, 4]")),
-    (f"{WQ_A}.weight", lambda t: t.view(torch.uint8).T.contiguous().view(t.dtype), ("wrong shape", "[128, 64]")),
+    (f"{WQ_A}.weight", lambda t: t.view(128, 64), ("wrong shape", "found [128, 64]", "expected [64, 128]")),
     ("layers.0.ffn.experts.0.w1.weight", lambda t: t[:, :16], ("wrong shape", "[64, 16]", "[64, 64]")),
     ("norm.weight", lambda t: t.half(), ("wrong dtype", "found F16", "expected BF16 or F32")),
     (f"{WQ_A}.weight", lambda t: t.to(torch.bfloat16), ("wrong dtype", "found BF16", "expected F8_E4M3")),
@@ -175,7 +177,7 @@ def test_wrong_header(copy, name, become, words):
     refused(folder, shard, name, *words)
 
 
-# ---- numbers ------------------------------------------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("name", "become", "words"), [
     (f"{WQ_A}.scale", poke(255, 5, torch.uint8), ("scale is NaN", "byte 255 at [1, 1]")),
@@ -205,7 +207,7 @@ def test_table_of_experts_out_of_range(copy, expert, words):
     refused(folder, "layers.0.ffn.gate.tid2eid", f"found {words}", "expected 0 to 4")
 
 
-# ---- config and tokenizer -----------------------------------------------------------------------------------
+# ---- config and tokenizer ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("field", "value", "word"), [
     ("engram_num_embeddings", [462, 631], "rehashes"), ("kv_source_layer_ids", [2], "KV source"),
@@ -256,7 +258,7 @@ def test_tokenizer_that_cannot_be_read(copy):
     refused(folder, "tokenizer.json", "cannot be read")
 
 
-# ---- sources ------------------------------------------------------------------------------------------------
+# ---- sources -----------------------------------------------------------------------------------------------
 
 def test_unknown_source():
     refused("tinny", "tinny", "no such model", "tiny, odd, demo", "Hugging Face id")
