@@ -16,7 +16,8 @@ from dskit.config import ModelConfig, preset
 V4 = {
     "model_type": "deepseek_v4", "torch_dtype": "bfloat16", "vocab_size": 300, "hidden_size": 96,
     "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64, "qk_rope_head_dim": 16,
-    "q_lora_rank": 160, "o_groups": 2, "o_lora_rank": 72, "sliding_window": 9, "compress_ratios": [0, 4, 8, 4, 0, 0],
+    "q_lora_rank": 160, "o_groups": 2, "o_lora_rank": 72, "sliding_window": 9,
+    "compress_ratios": [0, 4, 8, 4, 0, 0],
     "index_n_heads": 2, "index_head_dim": 32, "index_topk": 5, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
     "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,

@@ -92,7 +92,8 @@ def test_slice_of_six_is_the_table():
 def test_odd_repeats_no_axis():
     config = preset("odd")
     axes = [config.hidden_size, config.num_attention_heads, config.head_dim, config.q_lora_rank,
-            config.o_groups, config.moe_intermediate_size, config.n_routed_experts, config.hc_mult, config.sliding_window,
+            config.o_groups, config.moe_intermediate_size, config.n_routed_experts, config.hc_mult,
+            config.sliding_window,
             config.vocab_size, config.index_n_heads, config.index_topk, config.engram_head_dim]
     assert len(set(axes)) == len(axes)
     assert config.compress_ratios[:8] == preset("tiny").compress_ratios[:8]
