@@ -169,10 +169,9 @@ def peer_rows(llm: LLM, prompts: Prompts, rows: list, args: Any) -> dict[str, An
     run = transformers_run(llm.config, dtype, llm.device)
     measured = [timed(run, prompts, row, args) for row in rows if row[1] <= 200]
     name = f"transformers {transformers.__version__} DeepseekV4ForCausalLM"
-    dtype = str(llm.dtype).removeprefix("torch.")
     return peer | {
         "name": name,
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "decode_tok_s": measured[0]["decode_tok_s"],
         "runs": measured,
     }
