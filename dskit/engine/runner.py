@@ -122,8 +122,9 @@ class ModelRunner:
         if self.replay == "compact" and (at.starts < floor).any():
             kept = np.flatnonzero(at.pos >= floor[at.owner])
             late = Layout(np.minimum(np.maximum(at.starts, floor), at.stops), at.stops, at.slots)
-            step.tail = _put(kept, self.device), self._rows(work, late, floor)
-            step.wanted = self._wanted(work, late)
+            tail = self._rows(work, late, floor)
+            tail.wanted = self._wanted(work, late)
+            step.tail = _put(kept, self.device), tail
         return step
 
     @property
