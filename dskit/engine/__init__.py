@@ -1,0 +1,28 @@
+"""The engine: turns requests into steps of the model, many requests at a time.
+
+One step of the loop, in words. `Engine.plan` empties the inbox and asks the scheduler what to compute now:
+either chunks of prompts (prefill) or one new row for every running sequence (decode), never both. The
+scheduler hands out cache blocks and state slots while it plans, and takes them back from a victim when none
+is left. `Engine.launch` gives the plan to the runner, which lays the rows out as one batch and runs the model
+over the caches; the sampler picks a token for each sequence that has reached its end. `Engine.commit` appends
+the tokens, turns them into text, looks for stop conditions, frees what finished sequences held, and sends
+each token to its request's `Handle`. The three are plain calls, so a notebook can take a step apart:
+
+    engine = LLM("tiny").engine
+    engine.submit([5, 6, 7])
+    plan = engine.plan()
+    result = engine.launch(plan)
+    engine.commit(plan, result)
+
+In reading order:
+
+seq.py        the words of the engine: SamplingParams, Sequence, StepPlan, StepResult, TokenEvent, Result, ...
+scheduler.py  queues; which rows now; blocks and slots; preemption; what a new token means for its sequence
+runner.py     a plan becomes tensors, the model runs, logits come back
+loop.py       Engine (plan, launch, commit, step) and Handle (a request seen from outside, from any thread)
+pools.py      the caches: blocks of global KV, slots of window rings and carries
+sampler.py    logits become one token: penalties, temperature, filters, a counter-based draw
+text.py       ids become text as they arrive: UTF-8 borders, stop strings
+config.py     EngineConfig: sizes and limits, and every reason to refuse them at the start
+llm.py        LLM: model, tokenizer and engine in one object; the only class a notebook needs
+"""

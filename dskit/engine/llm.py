@@ -1,0 +1,316 @@
+"""LLM: a model, its tokenizer and its engine in one object; the only class a notebook needs.
+
+    with LLM("demo") as llm:
+        print(llm.chat("What is a harbour?").text)
+
+Shapes: prompts are text, or lists of token ids; `logits` gives float32 [tokens, vocab].
+State: holds the model and its caches until `close`. `generate`, `chat` and `logits` take the steps in the
+calling thread; `submit` and `stream` start the engine's thread, and any number of callers may then share one
+LLM.
+Errors: RequestError (seq.py) and chat.ChatError for requests that can't be served, both ValueErrors with
+`param` and `status`; EngineConfigError, ConfigError and the loader's errors at the start. A request that
+fails later has a Result with finish_reason "error" and the cause in `error`; `logits` raises it as
+RuntimeError.
+Source: engine.md section 3; README.md of the design, decisions 2, 4, 14, 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dskit import chat, checkpoint
+from dskit.config import PRESETS, ModelConfig
+from dskit.engine.config import EngineConfig
+from dskit.engine.loop import Engine, Handle
+from dskit.engine.pools import Blocks, Slots
+from dskit.engine.runner import ModelRunner
+from dskit.engine.seq import RequestError, Result, SamplingParams, TokenEvent
+from dskit.model import Model
+
+Prompts = str | Seq[int] | Seq[str] | Seq[Seq[int]]
+
+
+class LLM:
+    """A preset's name (`demo`, `tiny`, ...), a checkpoint folder or a ready Model, made to answer.
+
+    device           "cpu", "cuda", ...; None: a GPU if there is one
+    numerics         "release" rounds as the release does, "exact" computes in float32
+    seed             of the random weights of presets that ship none
+    dtype            of the operands of products, where not the default
+    batch_invariant  the same bits for a request in any batch; slower
+    tokenizer        None: the checkpoint's tokenizer.json; one token per byte where it has none
+    others           EngineConfig: max_model_len, max_num_seqs, max_num_batched_tokens, replay, ...
+
+    A ready Model brings its own device and numerics; the first five are not read then.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model = "demo",
+        device: str | None = None,
+        numerics: str = "release",
+        seed: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+        tokenizer: chat.Tokenizer | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        num_blocks: int | None = None,
+        block_size: int | None = None,
+        batch_invariant: bool = False,
+        replay: str = "off",
+        exact_prefix: bool = True,
+        **settings: Any,
+    ):
+        self.name = "model" if isinstance(model, Model) else str(model)
+        if not isinstance(model, Model):
+            model = checkpoint.load(
+                model,
+                device=device,
+                numerics=numerics,
+                dtype=dtype,
+                seed=seed,
+                batch_invariant=batch_invariant,
+            )
+        self.model, self.config, self.device = model, model.config, model.norm.weight.device
+        self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
+        self.tokenizer = tokenizer or _tokenizer(self.name, model.config)
+        cfg = EngineConfig.of(
+            model.config,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            replay=replay,
+            exact_prefix=exact_prefix,
+            **settings,
+        )
+        runner = ModelRunner(
+            model,
+            num_blocks=cfg.num_blocks,
+            block_size=cfg.block_size,
+            num_slots=cfg.max_num_seqs,
+            replay=cfg.replay,
+            keep=cfg.keep_tokens,
+        )
+        defaults = self.tokenizer.generation
+        eos = defaults.get("eos_token_id", model.config.eos_token_id)
+        self.engine = Engine(
+            runner,
+            cfg,
+            Blocks(cfg.num_blocks, cfg.block_size),
+            Slots(cfg.max_num_seqs),
+            vocab_size=model.config.vocab_size,
+            eos_ids=eos if isinstance(eos, list) else [eos],
+            decode=self.tokenizer.decode,
+            defaults=defaults,
+        )
+
+    # ---- text in, text out -------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompts, params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Result | list[Result]:
+        """Continue one prompt (gives a Result) or a list of them, served together (gives a list, in order).
+
+        Text gets the begin-of-sentence token in front; ids are taken as they are. If one prompt can't be
+        served, RequestError is raised and none is.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch = [prompts] if single else list(prompts)
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(batch)
+        if len(each) != len(batch):
+            raise RequestError(
+                f"{len(batch)} prompts, but {len(each)} params; give one, or one for each", param="params"
+            )
+        handles: list[Handle] = []
+        try:
+            for prompt, one in zip(batch, each, strict=True):
+                handles.append(self.submit(prompt, one, start=False))
+            results = [handle.result() for handle in handles]
+        finally:  # after an error or Ctrl-C nothing of this call goes on
+            self._abort_all(handles)
+        return results[0] if single else results
+
+    def stream(self, prompt: str | Seq[int], params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+        """Continue one prompt, token by token; leaving the loop early frees everything."""
+        return self._events(self.submit(prompt, params))
+
+    def submit(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        start: bool = True,
+    ) -> Handle:
+        """Queue one prompt and return at once; the engine's thread serves it unless `start` is False."""
+        handle = self.engine.submit(self.encode(prompt), params, request_id=request_id)
+        if start:
+            self.engine.start()
+        return handle
+
+    # ---- conversations -----------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: str | list[dict] | dict,
+        *,
+        params: SamplingParams | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Result | Iterator[dict]:
+        """Answer a conversation: a question, a list of messages, or a whole chat-completions body.
+
+        `fields` are more of the body (tools, thinking, reasoning_effort, temperature, ...); `params`
+        overrides its sampling values. Gives a Result with `text`, `reasoning` and `tool_calls`; with `stream`
+        the deltas of OpenAI's shape (`reasoning_content`, `content`, `tool_calls`) as they come.
+        """
+        prompt, sampling = self.render(messages, params=params, **fields)
+        handle = self.submit(prompt.ids, sampling, start=stream)
+        if stream:
+            return self._deltas(handle, chat.StreamParser(prompt))
+        try:
+            result = handle.result()
+        finally:
+            self._abort_all([handle])
+        message = chat.parse(prompt, result.text, "length" if result.finish_reason == "length" else "stop")
+        calls = message.get("tool_calls") or None
+        reason = "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason
+        return replace(
+            result,
+            text=message.get("content") or "",
+            reasoning=message.get("reasoning_content") or None,
+            tool_calls=calls,
+            finish_reason=reason,
+        )
+
+    def render(
+        self, messages: str | list[dict] | dict, *, params: SamplingParams | None = None, **fields: Any
+    ) -> tuple[chat.Prompt, SamplingParams]:
+        """The prompt of a conversation, and its sampling values: of params, body, checkpoint, in turn."""
+        body = (
+            dict(messages)
+            if isinstance(messages, dict)
+            else {
+                "messages": [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+            }
+        )
+        body |= fields
+        if body.get("logit_bias"):
+            body["logit_bias"] = {str(token_id): bias for token_id, bias in body["logit_bias"].items()}
+        prompt = chat.render(body, self.tokenizer, family="v4.1" if self.config.is_v41 else "v4")
+        given = SamplingParams.from_body(body)
+        values = prompt.sampling | {
+            "logprobs": given.logprobs,
+            "max_tokens": prompt.max_tokens(self.max_model_len),
+        }
+        values |= {
+            k: v for k, v in vars(params or SamplingParams()).items() if v not in (None, (), {}, False)
+        }
+        return prompt, SamplingParams(**values)
+
+    # ---- one level down ----------------------------------------------------------------------------------
+
+    def logits(self, token_ids: Seq[int]) -> torch.Tensor:
+        """Logits of every position, float32 [tokens, vocab] on the CPU; row t scores the token after t."""
+        handle = self.engine.submit(token_ids, scoring=True)
+        try:
+            result = handle.result()
+        finally:
+            self._abort_all([handle])
+        if result.finish_reason == "error":
+            raise RuntimeError(result.error)
+        return handle.logits
+
+    def encode(self, prompt: str | Seq[int]) -> list[int]:
+        """Ids of a prompt: text behind the begin-of-sentence token, ids as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if not prompt:
+            raise RequestError(
+                "the prompt is empty; give at least one character", param="prompt", code="empty_prompt"
+            )
+        return [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+
+    def step(self) -> list[TokenEvent]:
+        """Take one step of the engine by hand; [] when there was nothing to do."""
+        return self.engine.step()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free what it holds; False if there is none of that name (any more)."""
+        found = self.engine.cancel(request_id)
+        self.engine.settle()
+        return found
+
+    def stats(self) -> dict[str, int]:
+        """running, waiting, blocks_free, blocks_total, slots_free, steps, tokens, preemptions."""
+        return self.engine.stats()
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and answer together."""
+        return self.engine.cfg.max_model_len
+
+    def close(self) -> None:
+        """End every request and free the model and its caches; calling it twice is fine."""
+        self.engine.close()
+        self.model = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.model is None else f"{self.stats()}"
+        return f"LLM({self.name!r}, device={str(self.device)!r}, numerics={self.numerics!r}, {state})"
+
+    # ---- inside ------------------------------------------------------------------------------------------
+
+    def _events(self, handle: Handle) -> Iterator[TokenEvent]:
+        try:
+            yield from handle
+        finally:
+            self._abort_all([handle])
+
+    def _deltas(self, handle: Handle, parser: chat.StreamParser) -> Iterator[dict]:
+        """Deltas of a chat, the role first, and last {"finish_reason": ...}."""
+        chunks = parser.start()
+        for event in self._events(handle):
+            chunks += parser.push(event.text) if event.text else []
+            if event.finish_reason:
+                chunks += parser.finish(event.finish_reason)
+            for choice in (c for chunk in chunks for c in chunk["choices"]):
+                if delta := {k: v for k, v in choice["delta"].items() if v is not None}:
+                    yield delta
+                if choice.get("finish_reason"):
+                    kept = event.finish_reason in ("abort", "error", "length")
+                    yield {"finish_reason": event.finish_reason if kept else choice["finish_reason"]}
+            chunks = []
+
+    def _abort_all(self, handles: list[Handle]) -> None:
+        """Cancel those that are not finished, now."""
+        left = [handle for handle in handles if not handle.finished]
+        for handle in left:
+            handle.cancel()
+        if left:
+            self.engine.settle()
+
+
+def _tokenizer(name: str, config: ModelConfig) -> chat.Tokenizer:
+    """The tokenizer of the files that a model came from; where they have none, one token per byte."""
+    drawn = name == "model" or name.startswith("slice") or (name in PRESETS and name != "demo")
+    folder = None if drawn else checkpoint.locate(name)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return chat.Tokenizer.of_bytes(config)
+    return chat.Tokenizer(folder)

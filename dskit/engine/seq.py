@@ -1,0 +1,412 @@
+"""The words of the engine: what is asked for, what is planned, what comes back.
+
+Shapes: token ids are Python ints; scores are tensors `[rows, vocab]`, float32; everything else is plain data.
+Units: times are seconds of `time.perf_counter`; positions count from 0; probabilities are natural logarithms.
+Errors: RequestError, which names the field (`param`) and carries the HTTP status a server should answer with.
+Source: engine.md sections 4.1, 10, 20.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
+MAX_LOGPROBS = 1000
+GREEDY_BELOW = 1e-5
+
+
+class RequestError(ValueError):
+    """A request that can't be served: the message says why and how to repair it.
+
+    `param` is the field at fault (None if no single one is), `code` a word for programs, `status` the HTTP
+    status.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400
+    ):
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. None means: from the checkpoint's generation_config.json, else the neutral
+    value.
+
+    temperature         0 to 2; below 1e-5 the most probable token is taken
+    top_p, top_k, min_p filters, applied in the order top_k, top_p, min_p; 1, 0 (or -1) and 0 turn them off
+    seed                64 bits; the same seed, prompt and parameters give the same tokens; None draws one
+    max_tokens          at most so many new tokens; None means up to the context limit
+    stop                strings that end the text, not part of it; they may lie across tokens
+    stop_token_ids      ids that end the text
+    logprobs            None: none; k >= 0: of the chosen token and of the k most probable ones
+    ignore_eos          go on after the end-of-sequence token
+    frequency_penalty, presence_penalty (-2 to 2), repetition_penalty (> 0), logit_bias (id -> -100 to 100)
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | Seq[str] | None = None
+    stop_token_ids: Seq[int] | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self):
+        _number(self, "temperature", 0, 2)
+        _number(self, "top_p", 0, 1, above=True)
+        _number(self, "top_k", -1, math.inf, kind=int)
+        _number(self, "min_p", 0, 1)
+        _number(self, "seed", -(2**63), 2**64 - 1, kind=int)
+        _number(self, "max_tokens", 1, math.inf, kind=int)
+        if isinstance(self.logprobs, bool):
+            object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
+        _number(self, "logprobs", 0, MAX_LOGPROBS, kind=int)
+        _number(self, "frequency_penalty", -2, 2)
+        _number(self, "presence_penalty", -2, 2)
+        _number(self, "repetition_penalty", 0, math.inf, above=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(
+                f"ignore_eos is {self.ignore_eos!r}; it must be true or false", param="ignore_eos"
+            )
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> SamplingParams:
+        """The sampling fields of an OpenAI request body; other fields are left to others."""
+        values = {f.name: body[f.name] for f in fields(cls) if body.get(f.name) is not None}
+        if body.get("max_completion_tokens") is not None:
+            values["max_tokens"] = body["max_completion_tokens"]
+        if isinstance(body.get("logprobs"), bool) and body.get("top_logprobs") is not None:
+            if not body["logprobs"]:
+                raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            values["logprobs"] = body["top_logprobs"]
+        return cls(**values)
+
+    def resolve(self, defaults: Mapping[str, Any], max_tokens: int) -> SamplingParams:
+        """Fill every None: from `defaults` (the keys of generation_config.json), then from the neutral
+        values.
+
+        `max_tokens` is what the context still holds; a limit of the checkpoint above it is lowered to it.
+        """
+        known = NEUTRAL | {k: defaults[k] for k in FROM_CHECKPOINT if defaults.get(k) is not None}
+        known["max_tokens"] = min(max_tokens, defaults.get("max_new_tokens") or max_tokens)
+        if defaults.get("do_sample") is False:
+            known["temperature"] = 0.0
+        return replace(self, **{k: v for k, v in known.items() if getattr(self, k) is None})
+
+    def fork(self, index: int) -> SamplingParams:
+        """The parameters of choice number `index` when one request asks for several: seed + index."""
+        return self if self.seed is None else replace(self, seed=(self.seed + index) % 2**64)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """True when the most probable token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """True when scores change before sampling, so that the plain arg-max would be wrong."""
+        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias)
+
+    @cached_property
+    def filters(self) -> bool:
+        """True when top-k, top-p or min-p takes tokens away."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+FROM_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt with its resolved parameters; `scoring` asks for the logits of all rows instead."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    scoring: bool = False
+
+
+class Status(Enum):
+    """Where a sequence is: queued (also between two chunks of its prompt), decoding, or done."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_seq_ids = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request being served: its tokens, how many of them are in the caches, and what it holds there.
+
+    Invariant between steps: `num_computed <= len(tokens)`, and `blocks` cover at least `num_computed`
+    positions. Slot 0 means none. The newest token is not in the caches yet: its row is computed by the next
+    decode step.
+    """
+
+    request: Request
+    text: Any  # text.TextStream
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    slot: int = 0
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    error: str | None = None
+    preemptions: int = 0
+    seed: int = 0
+    sampled: list[Sampled] = field(default_factory=list)  # kept when log-probabilities were asked for
+    logits: list = field(default_factory=list)  # scoring only: one tensor [rows, vocab] per chunk
+    arrived: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def __post_init__(self):
+        self.seq_id = next(_seq_ids)
+        self.tokens = list(self.request.prompt_ids)
+        self.prompt_len = len(self.tokens)
+        self.params = self.request.params
+        self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed % 2**64
+        self.arrived = time.perf_counter()
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens produced so far."""
+        return len(self.tokens) - self.prompt_len
+
+    def append(self, one: Sampled) -> None:
+        """Add a sampled token and note when."""
+        self.tokens.append(one.token_id)
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        if self.params.logprobs is not None:
+            self.sampled.append(one)
+
+    def usage(self) -> Usage:
+        """Counts and times so far."""
+        n, span = self.generated, self.last_token - self.first_token
+        return Usage(
+            self.prompt_len,
+            n,
+            0,
+            self.first_token - self.arrived if n else None,
+            (n - 1) / span if n > 1 and span > 0 else None,
+        )
+
+    def result(self) -> Result:
+        """Everything about the finished request."""
+        logprobs = self.sampled if self.params.logprobs is not None else None
+        return Result(
+            self.request.request_id,
+            self.text.text,
+            self.tokens[self.prompt_len :],
+            self.finish_reason,
+            self.usage(),
+            self.seed,
+            logprobs,
+            self.error,
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows `start` to `stop` (absolute positions) of one sequence in one step.
+
+    `want` says which of them need logits: "last" (a token is sampled), "all" (scoring), "none" (more chunks
+    follow).
+    """
+
+    seq: Sequence
+    start: int
+    stop: int
+    want: str
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: prompt chunks (`kind` "prefill") or one row of every running sequence ("decode")."""
+
+    kind: str
+    chunks: list[Chunk]
+
+    @property
+    def rows(self) -> int:
+        """Rows that the model computes in this step."""
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token chosen for one row, or the reason why none could be.
+
+    `logprob` and `top` (pairs of id and log-probability, most probable first) are of the model's own
+    distribution, before bias, penalties, temperature and filters; None when not asked for.
+    """
+
+    token_id: int | None
+    logprob: float | None = None
+    top: list[tuple[int, float]] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, one entry per chunk of its plan: Sampled for "last", a tensor for "all", None for
+    "none".
+
+    `error` is set when the whole step failed; it then ends all of its requests.
+    """
+
+    outputs: list
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token of one request on its way out.
+
+    `text` is what this token added; it may be empty (half a character, a possible stop string) and the next
+    event brings the rest. The last event has a `finish_reason`, and no `token_id` if it is an abort or an
+    error.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts in tokens; `ttft_s` from submission to the first token; `decode_tok_s` over the tokens after
+    it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    ttft_s: float | None
+    decode_tok_s: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request. `token_ids` has every generated token, a final stop token too; `text` leaves that
+    out.
+
+    `chat` also splits the text: `reasoning` (None when there was none), `tool_calls` (OpenAI's shape), and
+    `text` is the answer alone. `error` says what went wrong when `finish_reason` is "error".
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    usage: Usage
+    seed: int
+    logprobs: list[Sampled] | None = None
+    error: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict] | None = None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Times of one step in microseconds; the newest 4,096 are in `Engine.trace()`."""
+
+    kind: str
+    rows: int
+    sequences: int
+    plan_us: float
+    launch_us: float
+    commit_us: float
+
+
+# ---- validation of SamplingParams ----------------------------------------------------------------
+
+
+def _number(
+    params: SamplingParams, name: str, low: float, high: float, *, above: bool = False, kind: type = float
+):
+    """Check one numeric field: a number of its kind inside [low, high], or above low when `above`."""
+    value = getattr(params, name)
+    if value is None:
+        return
+    types = int if kind is int else (int, float)
+    inside = isinstance(value, types) and not isinstance(value, bool) and low <= value <= high
+    if not inside or (above and value == low):
+        word = "an integer" if kind is int else "a number"
+        bounds = f"above {low}" if above else f"at least {low}"
+        bounds += "" if high == math.inf else f" and at most {high}"
+        raise RequestError(f"{name} is {value!r}; it must be {word} {bounds}", param=name)
+    if kind is float and not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}; it must be finite", param=name)
+
+
+def _stop_strings(stop: str | Seq[str] | None) -> tuple[str, ...]:
+    """Normalise `stop` to a tuple of non-empty strings, 16 at most."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > 16 or not all(isinstance(s, str) and s for s in strings):
+        raise RequestError(
+            f"stop is {stop!r}; it must be a non-empty string or a list of at most 16 of them", param="stop"
+        )
+    return strings
+
+
+def _token_ids(ids: Seq[int] | None) -> tuple[int, ...]:
+    """Normalise `stop_token_ids` to a tuple of non-negative ints; the vocabulary is checked when
+    submitted."""
+    found = () if ids is None else tuple(ids) if isinstance(ids, (list, tuple, set, frozenset)) else ("",)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+        raise RequestError(
+            f"stop_token_ids is {ids!r}; it must be a list of token ids", param="stop_token_ids"
+        )
+    return found
+
+
+def _bias(bias: Mapping | None) -> dict[int, float]:
+    """Normalise `logit_bias`: JSON has string keys, so "42" is taken as 42."""
+    try:
+        pairs = {int(k): float(v) for k, v in (bias or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        pairs = {-1: 0.0}
+    if not all(k >= 0 and -100 <= v <= 100 for k, v in pairs.items()):
+        raise RequestError(
+            f"logit_bias is {bias!r}; it must map token ids to numbers from -100 to 100", param="logit_bias"
+        )
+    return pairs
