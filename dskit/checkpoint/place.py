@@ -63,6 +63,9 @@ def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *,
     if isinstance(module, Table):
         _place_table(module, tensor, scale, device)
     elif isinstance(module, Linear):
+        if weight.shape != (module.out_features, module.in_features):
+            raise RuntimeError(f"{weight.name} is {weight.shape} in the layout, but the model's is "
+                               f"{(module.out_features, module.in_features)}")
         if scale is not None and storage == "packed":
             module.weight, module.scale = _parameter(_copy(tensor, device)), _parameter(_copy(scale, device))
         else:
