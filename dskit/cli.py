@@ -45,9 +45,9 @@ def serve(argv: list[str]) -> int:
 
     args = parse(ServeArgs, "serve", argv)
     choose_kernels(args.kernels)
-    from dskit.serve import api
+    from dskit.serve import server
 
-    return api.main(args) or 0
+    return server.main(args)
 
 
 def chat(argv: list[str]) -> int:

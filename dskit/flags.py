@@ -2,7 +2,7 @@
 
 Idea: a field is a flag, its docstring is the help, its default is what a user receives. Names are vLLM's
 where vLLM has the flag. The files behind the commands take these objects as they are, as in
-`dskit.serve.api.main(ServeArgs())`.
+`dskit.serve.server.main(ServeArgs())`.
 
 Units: lengths in tokens, times in seconds.
 """
