@@ -230,6 +230,9 @@ def dense(c: Any, stored: dict[str, Tensor], dtype: torch.dtype = torch.float32)
         if fmt in ("bf16", "fp32", "int64"):
             out[name] = stored[name] if fmt == "int64" else stored[name].to(dtype)
             continue
+        if f"{name}.scale" not in stored:
+            out[f"{name}.weight"] = stored[f"{name}.weight"].to(dtype)
+            continue
         size = {"fp8": tuple(c.weight_block_size), "fp4": (1, 32), "row": (1, 32)}[fmt]
         codes, byte = stored[f"{name}.weight"], stored[f"{name}.scale"].view(torch.uint8)
         if fmt == "fp4":
@@ -366,3 +369,25 @@ def released_v4(state: dict[str, Tensor]) -> dict[str, Tensor]:
                 name = name.replace(theirs, ours)
             out[name] = value
     return out
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------
+
+
+def ids(raw: dict[str, Any], count: int, seed: int = 0, image_at: tuple[int, ...] = ()) -> list[int]:
+    """Random token ids, with image tokens where asked."""
+    c, r = flat(raw), torch.Generator().manual_seed(seed)
+    found = torch.randint(3, c.vocab_size, (count,), generator=r).tolist()
+    found = [3 if i == c.image_token_id else i for i in found]
+    return [c.image_token_id if t in image_at else i for t, i in enumerate(found)]
+
+
+def replaced(c: Any, **changes: Any) -> SimpleNamespace:
+    """A copy of flat config fields with some changed."""
+    return SimpleNamespace(**(vars(c) | changes))
+
+
+def relative_rms(found: Tensor, wanted: Tensor) -> float:
+    """RMS of the difference over the RMS of what is wanted."""
+    found, wanted = found.double(), wanted.double()
+    return ((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt()).item()

@@ -1,0 +1,165 @@
+"""The model against the oracle, and V4 against transformers, on random checkpoints with awkward sizes."""
+
+import pytest
+import torch
+
+from dskit.checkpoint import load
+from dskit.engine import pools
+from dskit.layers.rope import angles
+from dskit.layers.swa import RingPlan
+from dskit.model import Step
+from tests import drive, models, oracle
+
+NEAR_TIE = 1e-5
+
+
+def before_near_ties(run: oracle.Run) -> int:
+    """Rows up to the first one where a choice of entries or experts hangs on float32's last digits."""
+    return next((t for t, gap in enumerate(run.gaps) if gap < NEAR_TIE), len(run.gaps))
+
+
+def in_one_step(model, ids: list[int]) -> torch.Tensor:
+    return drive.play(drive.runner(model), [ids], drive.at_once([ids]))[0]
+
+
+# ---- exact numerics ----------------------------------------------------------------------------------------------
+
+
+def check_against_oracle(made, name: str, count: int, seed: int = 1) -> None:
+    checkpoint = made(name)
+    ids = checkpoint.ids(count, seed)
+    run = oracle.forward(checkpoint.net(), ids)
+    rows = before_near_ties(run)
+    assert rows > count // 3
+    found = in_one_step(checkpoint.load(), ids)[:rows]
+    assert models.relative_rms(found, run.logits[:rows]) < 1e-5
+    assert torch.equal(found.argmax(1), run.logits[:rows].argmax(1))
+
+
+@pytest.mark.parametrize("name", ["tiny", "odd", "v41-0", "v41-1", "v41-3", "v41-8"])
+def test_v41_equals_the_oracle(made, name):
+    check_against_oracle(made, name, 61)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_v41_equals_the_oracle_often(made, seed):
+    check_against_oracle(made, f"v41-{seed}", 30 + seed, seed)
+
+
+def check_against_transformers(made, seed: int, count: int) -> None:
+    checkpoint = made(f"v4-{seed}")
+    ids = checkpoint.ids(count, seed)
+    theirs = models.transformers_v4(checkpoint.raw, seed)
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    rows = before_near_ties(oracle.forward(checkpoint.net(), ids))
+    assert rows > count // 3
+    found = in_one_step(checkpoint.load(), ids)[:rows]
+    assert models.relative_rms(found, wanted[:rows]) < 1e-4
+    assert torch.equal(found.argmax(1), wanted[:rows].argmax(1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_v4_equals_transformers(made, seed):
+    check_against_transformers(made, seed, 47 + seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 60))
+def test_v4_equals_transformers_often(made, seed):
+    check_against_transformers(made, seed, 30 + 2 * seed)
+
+
+def test_v4_folder_written_by_transformers(made, tmp_path):
+    """The names and the config that transformers writes, read as they are."""
+    raw = models.random_v4(3)
+    theirs = models.transformers_v4(raw, 3)
+    theirs.save_pretrained(tmp_path)
+    ids = models.ids(raw, 40)
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    found = in_one_step(load(tmp_path, numerics="exact", device="cpu"), ids)
+    assert models.relative_rms(found, wanted) < 1e-4
+    assert torch.equal(found.argmax(1), wanted.argmax(1))
+
+
+def test_a_candidate_pool_that_covers_everything_changes_nothing(made, tmp_path):
+    """Every block kept = no filter; and a filter that binds does change the logits."""
+    checkpoint = made("tiny")
+    ids = checkpoint.ids(61)
+    found = {}
+    for blocks, source in ((64, 4), (4, -1), (4, 4)):
+        raw = checkpoint.raw | {"text_config": checkpoint.raw["text_config"] | {
+            "candidate_topk_blocks": blocks, "candidate_source_layer_id": source}}
+        stored = models.draw(models.flat(raw), 0)
+        model = load(models.save(tmp_path / f"{blocks}{source}", raw, stored), numerics="exact", device="cpu")
+        found[blocks, source] = in_one_step(model, ids)
+    assert torch.equal(found[64, 4], found[4, -1])
+    assert models.relative_rms(found[4, 4], found[4, -1]) > 0.01
+
+
+# ---- release numerics --------------------------------------------------------------------------------------------
+
+
+def row_errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """RMS of each row's difference over its standard deviation."""
+    return (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
+
+
+def check_release(made, name: str, median: float, worst: float, top1: float) -> None:
+    """Release numerics against exact numerics, and against the oracle's release numerics (model.md 9.1)."""
+    checkpoint = made(name)
+    ids = checkpoint.ids(61)
+    exact, release = (in_one_step(checkpoint.load(n), ids) for n in ("exact", "release"))
+    error = row_errors(release, exact)
+    assert error.median() < median
+    assert error.max() < worst
+    assert (release.argmax(1) == exact.argmax(1)).float().mean() >= top1
+    rounded = row_errors(release, oracle.forward(checkpoint.net(release=True), ids).logits)
+    assert rounded.median() < 0.04
+    assert rounded.max() < 0.1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_release_numerics_on_a_calm_checkpoint(made, seed):
+    check_release(made, f"calm-{seed}", 0.13, 0.25, 0.8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 20))
+def test_release_numerics_on_calm_checkpoints(made, seed):
+    check_release(made, f"calm-{seed}", 0.15, 0.3, 0.75)
+
+
+# ---- the draft head ----------------------------------------------------------------------------------------------
+
+
+def draft_step(model, memory, token: int, P: int) -> Step:
+    """Rows [token, noise ...] at positions P .. of one request in slot 1: all see the ring and the whole block."""
+    c, B = model.config, model.config.dspark_block_size
+    ring = pools.window_ring(c)
+    before = [ring + t % ring for t in range(max(0, P - c.sliding_window), P)]
+    nothing = torch.empty(0, dtype=torch.long)
+    plan = RingPlan(torch.arange(len(before) + B).expand(B, -1), torch.tensor(before), nothing, nothing)
+    pos = torch.arange(P, P + B)
+    rope = {flag: angles(pos, getattr(model, f"frequency_{flag:d}")) for flag in (False, True)}
+    return Step(torch.tensor([token] + [c.dspark_noise_token_id] * (B - 1)), pos, rope, (plan, plan))
+
+
+@pytest.mark.parametrize("name", ["tiny", "odd", "v41-4"])
+def test_draft_equals_the_oracle(made, name):
+    checkpoint, P = made(name), 31
+    net, model = checkpoint.net(), checkpoint.load()
+    ids = checkpoint.ids(P)
+    tokens, logits, confidence = oracle.draft(net, oracle.forward(net, ids).main, token=7)
+    on = drive.runner(model)
+    on.memory = pools.allocate(model.config, model.numerics, num_blocks=40, block_size=on.block_size, num_slots=1,
+                               device="cpu", drafts=True)
+    with torch.inference_mode():
+        drive.play(on, [ids], drive.chunks([ids], 8))
+        step = draft_step(model, on.memory, 7, P)
+        found = model.draft(step, on.memory, (1, model.config.dspark_block_size), lambda l: l.argmax(-1))
+    assert found[0][0].tolist() == tokens
+    assert models.relative_rms(found[1][0], logits) < 1e-5
+    assert models.relative_rms(found[2][0], confidence) < 1e-5
