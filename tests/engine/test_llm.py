@@ -58,14 +58,11 @@ def test_decode_gives_the_same_bits_as_prefill(llm):
 
 
 def test_company_and_preemption_change_nothing(model, llm):
-    """Requests of mixed length in a pool too small for them; each equals itself alone."""
-    prompts = [IDS[: 3 + 14 * i] for i in range(4)]
-    params = [
-        SamplingParams(seed=i, temperature=[0.0, 1.0][i % 2], max_tokens=16, ignore_eos=True)
-        for i in range(6)
-    ]
+    """Three requests outgrow a pool of seven blocks; each equals itself alone."""
+    prompts = [IDS[i : 2 * i + 28] for i in range(3)]
+    params = [SamplingParams(seed=i, temperature=i / 2, max_tokens=10) for i in range(3)]
     alone = [llm.generate(p, q).token_ids for p, q in zip(prompts, params, strict=True)]
-    with LLM(model, max_model_len=64, num_blocks=5, max_num_batched_tokens=32) as small:
+    with LLM(model, max_model_len=64, num_blocks=7, max_num_batched_tokens=32) as small:
         small.engine.scheduler.ratio = 0.0
         assert [r.token_ids for r in small.generate(prompts, params)] == alone
         assert small.stats()["preemptions"] > 0 and idle(small)
