@@ -178,14 +178,14 @@ class Model(nn.Module):
         for stage in self.mtp:
             state, _ = stage(state, step, memory, Global())
         last = self.mtp[-1]
-        p = state.p if self.config.is_v41 else mhc.collapse_weights(state.X, last, self.config)
+        p = state.p if self.config.is_v41 else mhc.collapse_weights(state.X, last, self.config, self.numerics.row_tile)
         x = mhc.read(p, state.X, self.numerics.dtype)
         base = self.logits(last.norm(x)).unflatten(0, shape)
         return propose(x.unflatten(0, shape), base, step.ids.unflatten(0, shape)[:, 0], last, pick)
 
     def collapse(self, state: State) -> Tensor:
         """Streams -> one vector: with the last FFN's read weights, or V4's own."""
-        p = state.p if self.config.is_v41 else mhc.collapse_weights(state.X, self, self.config)
+        p = state.p if self.config.is_v41 else mhc.collapse_weights(state.X, self, self.config, self.numerics.row_tile)
         return mhc.read(p, state.X, self.numerics.dtype)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
-from dskit.layers.linear import Linear, Numerics, scale_values
+from dskit.layers.linear import Linear, Numerics, scale_values, sigmoid
 from dskit.layers.norm import up
 
 
@@ -80,13 +80,13 @@ def hash_rows(gram_TQ: Tensor, multiplier_Q: Tensor, prime_SC: Tensor, offset_SC
 
 
 @ops.op("engram.gate")
-def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, k_weight_ND: Tensor, eps: float
-         ) -> Tensor:
+def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, k_weight_ND: Tensor, eps: float,
+         steady: bool = False) -> Tensor:
     """Add the value to every stream, as far as its key fits it: X_TND of the same dtype."""
     X, key = up(X_TND), up(key_TND)
     norm = torch.rsqrt(X.pow(2).mean(-1) + eps) * torch.rsqrt(key.pow(2).mean(-1) + eps)
     fit = (X * key * (up(q_weight_ND) * up(k_weight_ND))).sum(-1) * norm * X.shape[-1] ** -0.5
-    opening = torch.copysign(fit.abs().clamp(min=1e-6).sqrt(), fit).sigmoid()
+    opening = sigmoid(torch.copysign(fit.abs().clamp(min=1e-6).sqrt(), fit), steady)
     return (X + opening[..., None] * up(value_TD)[:, None]).to(X_TND.dtype)
 
 
@@ -129,5 +129,5 @@ class Engram(nn.Module):
         """Inject the memory of the n-grams ending at each token; image tokens pass through unchanged."""
         rows = hash_rows(gram_TQ, self.multiplier, self.prime, self.offset)
         kv = self.wkv(self.numerics.activation(self.embed(rows))).unflatten(-1, (self.streams + 1, -1))
-        mixed = gate(X_TND, kv[:, :-1], kv[:, -1], self.q_weight, self.k_weight, self.eps)
+        mixed = gate(X_TND, kv[:, :-1], kv[:, -1], self.q_weight, self.k_weight, self.eps, self.numerics.steady)
         return mixed if image_T is None else torch.where(image_T[:, None, None], X_TND, mixed)

@@ -161,6 +161,11 @@ class Numerics:
                    "fp8_32" if config.is_v41 else "fp8_64", 16 if batch_invariant else None)
 
     @property
+    def steady(self) -> bool:
+        """True when a row's bits must not depend on the rows beside it."""
+        return self.row_tile is not None
+
+    @property
     def release(self) -> bool:
         """True when the release's roundings apply."""
         return self.name == "release"
@@ -172,6 +177,27 @@ class Numerics:
     def cache(self, v: Tensor, fmt: str) -> Tensor:
         """A cached vector (window, global, index): rounded in `fmt`, in the dtype of values."""
         return quantize(v, fmt, self.dtype) if self.release else v
+
+
+# ---- functions of single elements ---------------------------------------------------------------------------
+
+def sigmoid(x: Tensor, steady: bool = False) -> Tensor:
+    """1 / (1 + exp(-x)); `steady`: an element's bits do not depend on where in the tensor it stands.
+
+    torch.sigmoid, silu and softplus compute the last elements of a tensor in another way than those before, which
+    ties a row to its batch; exp and log1p do not. Steady values have no gradient for x below -88.
+    """
+    return 1 / (1 + torch.exp(-x)) if steady else torch.sigmoid(x)
+
+
+def silu(x: Tensor, steady: bool = False) -> Tensor:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x, steady) if steady else F.silu(x)
+
+
+def softplus(x: Tensor, steady: bool = False) -> Tensor:
+    """log(1 + exp(x)); x itself above 20, where float32 sees no difference."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20)))) if steady else F.softplus(x)
 
 
 # ---- products -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
-from dskit.layers.linear import matmul
+from dskit.layers.linear import matmul, sigmoid
 from dskit.layers.norm import up
 
 
@@ -46,8 +46,8 @@ def mixes(X_TND: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc
     f = up(X_TND).flatten(1)
     m = matmul(f, fn, f.dtype, row_tile) * torch.rsqrt(f.pow(2).mean(dim=-1, keepdim=True) + eps)
     p, q, B = m.split((N, N, N * N), dim=-1)
-    p = torch.sigmoid(p * scale[0] + base[:N]) + hc_eps
-    q = 2 * torch.sigmoid(q * scale[1] + base[N : 2 * N])
+    p = sigmoid(p * scale[0] + base[:N], row_tile is not None) + hc_eps
+    q = 2 * sigmoid(q * scale[1] + base[N : 2 * N], row_tile is not None)
     return p, q, sinkhorn((B * scale[2] + base[2 * N :]).unflatten(-1, (N, N)), iters, hc_eps)
 
 
@@ -85,8 +85,9 @@ def add_collapse(module: nn.Module, config: ModelConfig) -> None:
         module.register_parameter(f"hc_head_{name}", nn.Parameter(torch.zeros(shape), requires_grad=False))
 
 
-def collapse_weights(X_TND: Tensor, module: nn.Module, config: ModelConfig) -> Tensor:
+def collapse_weights(X_TND: Tensor, module: nn.Module, config: ModelConfig, row_tile: int | None = None) -> Tensor:
     """V4: read weights p_TN of the final collapse (not normalised to sum one)."""
     f = up(X_TND).flatten(1)
-    m = f @ module.hc_head_fn.T * torch.rsqrt(f.pow(2).mean(dim=-1, keepdim=True) + config.rms_norm_eps)
-    return torch.sigmoid(m * module.hc_head_scale + module.hc_head_base) + config.hc_eps
+    m = matmul(f, module.hc_head_fn, f.dtype, row_tile)
+    m = m * torch.rsqrt(f.pow(2).mean(dim=-1, keepdim=True) + config.rms_norm_eps)
+    return sigmoid(m * module.hc_head_scale + module.hc_head_base, row_tile is not None) + config.hc_eps

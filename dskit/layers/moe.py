@@ -18,20 +18,19 @@ Source: model.md 3.11, 6.2; config fields n_routed_experts, num_experts_per_tok,
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
-from dskit.layers.linear import Experts, Linear, Numerics, matmul
+from dskit.layers.linear import Experts, Linear, Numerics, matmul, silu, softplus
 from dskit.layers.norm import up
 
 
 @ops.op("moe.route")
 def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, factor: float,
-          fixed_TJ: Tensor | None = None) -> tuple[Tensor, Tensor]:
+          fixed_TJ: Tensor | None = None, steady: bool = False) -> tuple[Tensor, Tensor]:
     """Router logits -> (topk_TJ, weight_TJ). Equal scores go to the lower expert; `fixed` choices keep their scores."""
-    g = F.softplus(logit_TE).sqrt()
+    g = softplus(logit_TE, steady).sqrt()
     topk = fixed_TJ
     if topk is None:
         choice = g.detach() if bias_TE is None else g.detach() + bias_TE
@@ -43,12 +42,13 @@ def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, fac
 
 
 @ops.op("moe.swiglu")
-def swiglu(gate: Tensor, up_: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype) -> Tensor:
+def swiglu(gate: Tensor, up_: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
+           steady: bool = False) -> Tensor:
     """weight * silu(min(gate, limit)) * clamp(up, -limit, limit), rounded once; limit 0 clamps nothing."""
     gate, up_ = up(gate), up(up_)
     if limit > 0:
         gate, up_ = gate.clamp(max=limit), up_.clamp(-limit, limit)
-    hidden = F.silu(gate) * up_
+    hidden = silu(gate, steady) * up_
     return (hidden if weight is None else hidden * weight).to(dtype)
 
 
@@ -62,7 +62,7 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, w13: Experts, w2: 
     counts = torch.bincount(topk_TJ.flatten(), minlength=w13.experts).tolist()
     hidden = each_expert(x_TD[order // J], w13, counts, numerics.dtype)
     gate, up_ = hidden.chunk(2, dim=-1)
-    hidden = swiglu(gate, up_, weight_TJ.flatten()[order, None], limit, numerics.dtype)
+    hidden = swiglu(gate, up_, weight_TJ.flatten()[order, None], limit, numerics.dtype, numerics.steady)
     y = each_expert(numerics.activation(hidden), w2, counts, numerics.dtype)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(T * J, device=order.device))
     return up(y)[back].unflatten(0, (T, J)).sum(dim=1)
@@ -98,7 +98,8 @@ class Gate(nn.Module):
         bias = getattr(self, "bias", None)
         if image_T is not None and hasattr(self, "bias_vl"):
             bias = torch.where(image_T[:, None], self.bias_vl, self.bias)
-        return route(logit, bias, self.k, self.config.norm_topk_prob, self.config.routed_scaling_factor, fixed)
+        return route(logit, bias, self.k, self.config.norm_topk_prob, self.config.routed_scaling_factor, fixed,
+                     self.row_tile is not None)
 
 
 class SharedExpert(nn.Module):
@@ -114,7 +115,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rounded x_TD -> y_TD."""
-        hidden = swiglu(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics.dtype)
+        hidden = swiglu(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics.dtype, self.numerics.steady)
         return self.w2(self.numerics.activation(hidden))
 
 
