@@ -208,14 +208,9 @@ class LLM:
         if body.get("logit_bias"):
             body["logit_bias"] = {str(token_id): bias for token_id, bias in body["logit_bias"].items()}
         prompt = chat.render(body, self.tokenizer, family="v4.1" if self.config.is_v41 else "v4")
-        given = SamplingParams.from_body(body)
-        values = prompt.sampling | {
-            "logprobs": given.logprobs,
-            "max_tokens": prompt.max_tokens(self.max_model_len),
-        }
-        values |= {
-            k: v for k, v in vars(params or SamplingParams()).items() if v not in (None, (), {}, False)
-        }
+        values = prompt.sampling | {"max_tokens": prompt.max_tokens(self.max_model_len)}
+        values["logprobs"] = SamplingParams.from_body(body).logprobs
+        values |= params.given() if params else {}
         return prompt, SamplingParams(**values)
 
     # ---- one level down ----------------------------------------------------------------------------------

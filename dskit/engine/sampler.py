@@ -129,8 +129,6 @@ def inverse_cdf(probs_RV: torch.Tensor, u_R1: torch.Tensor) -> torch.Tensor:
 def _with_logprobs(row_V: torch.Tensor, token_id: int, k: int) -> Sampled:
     """The chosen token with its log-probability and the k best ones."""
     logprobs_V = row_V.double().log_softmax(-1)
-    values, ids = (
-        logprobs_V.sort(dim=-1, descending=True, stable=True) if k else (logprobs_V[:0], logprobs_V[:0])
-    )
-    top = list(zip(ids[:k].tolist(), values[:k].tolist(), strict=True))
+    values, ids = logprobs_V.topk(min(k, len(row_V)))
+    top = list(zip(ids.tolist(), values.tolist(), strict=True))
     return Sampled(token_id, logprobs_V[token_id].item(), top)

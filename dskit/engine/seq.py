@@ -102,6 +102,11 @@ class SamplingParams:
             values["logprobs"] = body["top_logprobs"]
         return cls(**values)
 
+    def given(self) -> dict[str, Any]:
+        """The fields that say something, as keyword arguments; 0 does, None, False and empty ones do not."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v for k, v in values.items() if v is not None and v is not False and v != () and v != {}}
+
     def resolve(self, defaults: Mapping[str, Any], max_tokens: int) -> SamplingParams:
         """Fill every None: from `defaults` (the keys of generation_config.json), then from the neutral
         values.

@@ -173,6 +173,8 @@ def test_sampling_values_come_from_params_then_body(llm):
     prompt, params = llm.render("Hi", temperature=0.25, top_k=3, seed=1, params=SamplingParams(seed=9))
     assert (params.temperature, params.top_k, params.seed) == (0.25, 3, 9)
     assert params.max_tokens + len(prompt.ids) <= llm.max_model_len
+    _, params = llm.render("Hi", temperature=0.5, logprobs=True, params=SamplingParams(temperature=0))
+    assert params.temperature == 0 and params.logprobs == 0
 
 
 @pytest.mark.parametrize(
