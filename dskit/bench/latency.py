@@ -215,19 +215,21 @@ def say(line: str) -> None:
 
 def show(report: dict[str, Any]) -> None:
     """Print the report as a table, and the reasons for what is missing."""
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "streams", "prompt", "first token s", "tokens/s", "spread", "calls/step", "compile s")
+    table = Table("", "streams", "prompt", "first s", "tok/s", "spread", "calls", "compile s", box=SIMPLE)
     rows = [(row["implementation"], row) for row in report["runs"]]
     for name, row in rows + [("transformers", row) for row in report["peer"]["runs"]]:
         low, high = row["decode_tok_s_spread"]
-        times = f"{row['ttft_s']:.3f}", f"{row['decode_tok_s']:.1f}", f"{low:.1f} to {high:.1f}"
+        times = f"{row['ttft_s']:.3f}", f"{row['decode_tok_s']:.1f}", f"{low:.1f}-{high:.1f}"
         calls = row.get("torch_calls_per_step")
         rest = f"{calls:.0f}" if calls else "", f"{row['compile_s']:.1f}" if "compile_s" in row else ""
         table.add_row(name, str(row["streams"]), str(row["prompt_tokens"]), *times, *rest)
     console = Console()
     console.print(table)
+    console.print("first s: seconds to the first token; calls: torch operations per decode step")
     env = report["env"]
     console.print(f"{env['device']}, torch {env['torch']}, {env['threads']} threads, commit {env['commit']}")
     if report["ratio"]:
