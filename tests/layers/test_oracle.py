@@ -1,6 +1,7 @@
 """The judge judged: the oracle against transformers where V4 shares its parts, and its power to notice mistakes."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -9,14 +10,13 @@ from dskit.config import PRESETS_DIR
 from tests import models, oracle
 
 TINY = json.loads((PRESETS_DIR / "tiny.json").read_text())
+IDS = models.ids(TINY, 33, seed=4, image_at=(17,))
 
 
-def tiny(*, release: bool = False) -> oracle.Net:
+@cache
+def tiny(dtype: torch.dtype = torch.float32) -> oracle.Net:
     config = models.flat(TINY)
-    return oracle.Net(models.dense(config, models.draw(config, seed=3)), config, release)
-
-
-IDS = models.ids(TINY, 48, seed=4, image_at=(20,))
+    return oracle.Net(models.dense(config, models.draw(config, seed=3), dtype), config)
 
 
 def v4_against_transformers(seed: int) -> float:
@@ -29,23 +29,20 @@ def v4_against_transformers(seed: int) -> float:
     return models.relative_rms(oracle.forward(net, ids).logits, wanted)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_v4_equals_transformers(seed):
     assert v4_against_transformers(seed) < 5e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 40))
+@pytest.mark.parametrize("seed", range(3, 40))
 def test_v4_equals_transformers_often(seed):
     assert v4_against_transformers(seed) < 5e-6
 
 
 def test_float32_equals_float64():
     """What the oracle loses to float32 is far below what any test allows."""
-    config = models.flat(TINY)
-    stored = models.draw(config, seed=3)
-    narrow, wide = (oracle.forward(oracle.Net(models.dense(config, stored, dtype), config), IDS).logits
-                    for dtype in (torch.float32, torch.float64))
+    narrow, wide = (oracle.forward(tiny(dtype), IDS).logits for dtype in (torch.float32, torch.float64))
     assert models.relative_rms(narrow, wide) < 3e-6
 
 
@@ -108,8 +105,8 @@ def gain_plus_one(rms):
     return lambda net, v, gain: rms(net, v, 1 + gain)
 
 
-def rows_normalised_last(sinkhorn):
-    return lambda B, rounds, eps: sinkhorn(B.transpose(1, 2), rounds, eps).transpose(1, 2)
+def softmax_for_sinkhorn(sinkhorn):
+    return lambda B, rounds, eps: torch.softmax(B, 2)
 
 
 def no_candidate_filter(restrict):
@@ -164,7 +161,7 @@ MISTAKES = {
     "window": window_too_wide, "window ": window_too_narrow, "index_source": index_keys_of_rotated_latents,
     "starts": entries_at_the_last_token, "visible": own_group_hidden, "frequencies": one_table_for_all_layers,
     "rotate": leading_channels_rotated, "attend": no_sink, "output": interleaved_groups, "rms": gain_plus_one,
-    "sinkhorn": rows_normalised_last, "restrict": no_candidate_filter, "largest": smallest_scores_chosen,
+    "sinkhorn": softmax_for_sinkhorn, "restrict": no_candidate_filter, "largest": smallest_scores_chosen,
     "index_scores": score_without_rectifier, "engram_primes": primes_reused_across_layers,
     "engram_gate": gate_without_root, "engram_rows": n_grams_across_images, "routing_weights": unnormalised_routing,
     "choose": text_bias_for_images, "swiglu": gate_and_up_swapped,
