@@ -36,15 +36,13 @@ SCORE_ELEMENTS = 1 << 24  # products held at once; longer prefills are scored in
 class Segment:
     """Consecutive rows of requests that add equally many rows, for one ratio.
 
-    rows: slice of the step; visible [B, Q] entries that each row may see, first [B, Q] the first of them (None: 0);
-    table [B, S] pool rows of the entries, or None where there is none.
+    rows: slice of the step; visible [B, Q]: how many entries each row may see; table [B, S]: pool rows of the entries.
     """
 
     rows: slice
     shape: tuple[int, int]
     visible: Tensor
     table: Tensor
-    first: Tensor | None = None
 
 
 @ops.op("indexer.scores")
@@ -125,20 +123,20 @@ class Indexer(nn.Module):
             v = hadamard(v)
         return self.numerics.cache(v, "fp4_32")
 
+    def query(self, x_TD: Tensor, latent_TR: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [T, X, Y] and head weights [T, X]; latent_TR is rounded for wq_b."""
+        q = rotate(self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width)), cos, sin)
+        return self._round(q), self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
+
     def score(self, x_TD: Tensor, latent_TR: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
               segments: list[Segment]) -> list[Tensor]:
-        """Scores [B, Q, S] per segment, -inf outside what a row may see. latent_TR is rounded for wq_b."""
-        q = rotate(self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width)), cos, sin)
-        q = self._round(q)
-        weight = self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
+        """Scores [B, Q, S] per segment, -inf outside what a row may see."""
+        q, weight = self.query(x_TD, latent_TR, cos, sin)
         found = []
         for seg in segments:
             of = scores(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
                         pool[seg.table], self.numerics.row_tile)
-            entry = torch.arange(of.shape[-1], device=of.device)
-            hidden = entry >= seg.visible[..., None]
-            if seg.first is not None:
-                hidden = hidden | (entry < seg.first[..., None])
+            hidden = torch.arange(of.shape[-1], device=of.device) >= seg.visible[..., None]
             found.append(of.masked_fill(hidden, float("-inf")))
         return found
 

@@ -62,8 +62,15 @@ def _groups(v: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
     """Quantise and restore along the last axis; `fmt` is fp8_<group>, fp4_32 or fp4_16 (e4m3 scales).
 
-    v [..., K] of any float dtype -> [..., K] of `dtype`, which must hold the restored values exactly.
+    v [..., K] of any float dtype -> [..., K] of `dtype`, which must hold the restored values exactly. A gradient
+    passes straight through: the rounding has none of its own.
     """
+    if torch.is_grad_enabled() and v.requires_grad:
+        return _StraightThrough.apply(v, fmt, dtype)
+    return _quantize(v, fmt, dtype)
+
+
+def _quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
     kind, size = fmt.split("_")
     v_GS, amax = _groups(v, int(size))
     if kind == "fp8":
@@ -76,6 +83,17 @@ def quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
             scale = pow2ceil(amax.clamp(min=E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
         restored = e2m1(v_GS / scale) * scale
     return restored.flatten(-2)[..., : v.shape[-1]].to(dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = v.dtype
+        return _quantize(v, fmt, dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.to(ctx.dtype), None, None
 
 
 # ---- stored weights -----------------------------------------------------------------------------------------
@@ -215,7 +233,7 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None =
     padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % row_tile))
     tiles = [F.linear(tile, weight) for tile in padded.split(row_tile)]
     y = torch.cat(tiles)[: rows.shape[0]] if tiles else rows.new_empty(0, weight.shape[0])
-    return y.view(*x.shape[:-1], -1).to(dtype)
+    return y.view(*x.shape[:-1], weight.shape[0]).to(dtype)
 
 
 class Linear(nn.Module):

@@ -58,7 +58,6 @@ class Global:
     entries: Tensor | None = None
     keys: Tensor | None = None
     chosen: Tensor | None = None
-    scores: list[Tensor] | None = None
     candidates: list[Tensor] | None = None
 
 
@@ -90,7 +89,8 @@ def _softmax_parts(z: Tensor, sink_A: Tensor) -> tuple[Tensor, Tensor]:
 
 @ops.op("mla.attend_whole")
 def attend_whole(q_BTAH: Tensor, window_BTH: Tensor, band: Tensor, entries_BSH: Tensor | None,
-                 seen_BTS: Tensor | None, sink_A: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+                 seen_BTS: Tensor | None, sink_A: Tensor, dtype: torch.dtype, probe: Tensor | None = None
+                 ) -> tuple[Tensor, Tensor | None]:
     """`attend` for whole sequences at once, as training needs it: dense over entries, masks in place of indices.
 
     T must be a multiple of the window W. band [B, T, 2W]: which of the tokens of the row's block of W and the block
@@ -108,10 +108,12 @@ def attend_whole(q_BTAH: Tensor, window_BTH: Tensor, band: Tensor, entries_BSH: 
     weight, total = _softmax_parts(z * H**-0.5, sink_A)
     share = weight.to(dtype).to(z.dtype)
     out = (share[..., : 2 * W].unflatten(1, (-1, W)).flatten(2, 3) @ near).unflatten(2, (W, A)).flatten(1, 2)
-    if entries_BSH is None:
+    if entries_BSH is not None:
+        out = out + (share[..., 2 * W :].flatten(1, 2) @ up(entries_BSH)).unflatten(1, (T, A))
+    if probe is None:
         return (out / total).to(dtype), None
-    out = out + (share[..., 2 * W :].flatten(1, 2) @ up(entries_BSH)).unflatten(1, (T, A))
-    return (out / total).to(dtype), (weight[..., 2 * W :] / total).detach().mean(dim=2)
+    given = (weight[:, probe, :, 2 * W :] / total[:, probe]).detach().mean(dim=2)
+    return (out / total).to(dtype), given
 
 
 @ops.op("mla.project")
@@ -158,14 +160,12 @@ class Attention(nn.Module):
         latent = self.numerics.activation(self.q_norm(self.wq_a(x)))
         q = self.query(latent, cos, sin)
         window = remember_(memory.windows.get(self.layer), self.key(x, cos, sin), step.window(self.layer))
+        if step.whole is not None:
+            return self.output(step.whole.attend(self, x_TD, latent, q, window, shared), cos, sin)
         if self.ratio:
             self.choose(x_TD, latent, step, shared)
-        entries = shared.entries if self.ratio else None
-        if step.whole is not None:
-            o = step.whole.attend(self, q, window, entries, shared)
-        else:
-            o = attend(q, window, step.window(self.layer).read, entries, shared.chosen if self.ratio else None,
-                       self.attn_sink, self.numerics.dtype)
+        entries, chosen = (shared.entries, shared.chosen) if self.ratio else (None, None)
+        o = attend(q, window, step.window(self.layer).read, entries, chosen, self.attn_sink, self.numerics.dtype)
         return self.output(o, cos, sin)
 
     def query(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -194,11 +194,11 @@ class Attention(nn.Module):
         latent = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
         entry = self._round(rotate(latent, plan.cos, plan.sin), "fp4_16")
         shared.entries = store_(memory.entries.get(self.layer), entry, plan.slots)
-        shared.chosen = shared.scores = None
+        shared.chosen = None
         if hasattr(self, "indexer"):
             if not self.config.is_v41:
                 latent = self.indexer.compressor(x_TD, step.pos, memory.index_carries.get(self.layer), plan)
-            key = self.indexer.keys(latent, plan.cos, plan.sin)
+            key = self.indexer.keys(latent.detach(), plan.cos, plan.sin)  # the indexer learns from its own loss
             shared.keys = store_(memory.keys.get(self.layer), key, plan.slots)
 
     def choose(self, x_TD: Tensor, latent: Tensor, step, shared: Global) -> None:
@@ -206,12 +206,12 @@ class Attention(nn.Module):
         segments: list[Segment] = step.segments[self.ratio]
         if hasattr(self, "indexer"):
             cos, sin = step.rope[True]
-            if step.whole is None and all(self._all_fit(seg) for seg in segments):
+            if all(self._all_fit(seg) for seg in segments):
                 shared.chosen = _rows(segments, [_everything(seg, self.config.index_topk) for seg in segments])
                 return
             found = self.indexer.score(x_TD, latent, cos, sin, shared.keys, segments)
             picked, shared.candidates = self.indexer.select(found, segments, shared.candidates)
-            shared.scores, shared.chosen = found, _rows(segments, picked)
+            shared.chosen = _rows(segments, picked)
         elif shared.chosen is None:  # V4 without an indexer attends to every visible entry
             shared.chosen = _rows(segments, [_everything(seg, seg.table.shape[1]) for seg in segments])
 
