@@ -19,6 +19,7 @@ Source
 from __future__ import annotations
 
 import json
+import pprint
 import time
 from typing import Any
 
@@ -83,7 +84,7 @@ class Turn:
         if not shown and not self.finish_reason:
             shown = [folded("thought", "Reading", "", status="pending")]
         if self.finish_reason and not (self.answer or self.calls):
-            shown.append({"role": "assistant", "content": "*(no answer)*", "metadata": {"id": "note"}})
+            shown.append(note("no answer"))
         return shown + ([self._stats] if self._stats else [])
 
     def _thought(self) -> dict[str, Any]:
@@ -106,6 +107,16 @@ def folded(kind: str, title: str, content: str, status: str = "done", **more: An
         "content": content,
         "metadata": {"id": kind, "title": title, **shown, **more},
     }
+
+
+def note(text: str) -> dict[str, Any]:
+    """A remark of the page's own, which is no part of the conversation."""
+    return {"role": "assistant", "content": f"*({text})*", "metadata": {"id": "note"}}
+
+
+def is_pending(message: dict[str, Any]) -> bool:
+    """Whether a part is still being written."""
+    return (message.get("metadata") or {}).get("status") == "pending"
 
 
 def kind_of(message: dict[str, Any]) -> str | None:
@@ -168,16 +179,22 @@ def shown(messages: list[Body]) -> History:
 # ---- as code ----
 
 
-def as_curl(url: str, body: Body) -> str:
+def as_curl(url: str, body: Body, keyed: bool = False) -> str:
     """A request as a shell command."""
     text = json.dumps(body, ensure_ascii=False, indent=1).replace("'", "'\\''")
-    return f"curl {url}/chat/completions -H 'Content-Type: application/json' -d '{text}'"
+    key = '-H "Authorization: Bearer $API_KEY" ' if keyed else ""
+    return f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{text}'"
 
 
-def as_python(url: str, body: Body) -> str:
+def as_python(url: str, body: Body, keyed: bool = False) -> str:
     """A request as Python with the openai package."""
-    fields = "".join(f"    {name}={value!r},\n" for name, value in body.items())
+    fields = "".join(f"    {name}={_literal(value)},\n" for name, value in body.items())
+    key = "YOUR KEY" if keyed else "none"
     return (
-        f'from openai import OpenAI\n\nclient = OpenAI(base_url="{url}", api_key="none")\n'
+        f'from openai import OpenAI\n\nclient = OpenAI(base_url="{url}", api_key="{key}")\n'
         f"reply = client.chat.completions.create(\n{fields})\nprint(reply.choices[0].message.content)"
     )
+
+
+def _literal(value: Any) -> str:
+    return pprint.pformat(value, width=90, sort_dicts=False).replace("\n", "\n    ")

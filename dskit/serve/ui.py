@@ -41,7 +41,9 @@ from dskit.serve.history import (
     as_curl,
     as_python,
     conversation,
+    is_pending,
     kind_of,
+    note,
     shown,
     text_of,
 )
@@ -59,11 +61,17 @@ NOISE = (
     "`dskit serve demo` has a trained model."
 )
 CSS = """
-.gradio-container { max-width: 920px !important; margin: 0 auto !important; }
-#title h1 { margin-bottom: 0; } #title p { margin: .15em 0 0; color: var(--body-text-color-subdued); }
+.gradio-container { max-width: 880px !important; margin: 0 auto !important; }
+#title h1 { margin: 0; } #title p { margin: .15em 0 0; color: var(--body-text-color-subdued); }
 #banner { border-left: 3px solid var(--color-accent); padding: .1em .9em; }
-#chat { border: none; box-shadow: none; }
-#examples button { min-width: 0; flex: 1 1 auto; }
+#chat { border: 1px solid var(--border-color-primary) !important; border-radius: 12px; }
+#chat .thought-group { border: none; background: none; padding: 0; margin: 0; }
+#chat .thought-group .title { padding: 2px 0; color: var(--body-text-color-subdued); }
+#box textarea { border-radius: 12px; }
+.form:has(> #level) { border: none; background: none; }
+#level { display: flex; flex-direction: row; align-items: center; gap: 1em; padding: 0; background: none; }
+#level > span { margin: 0; }
+#examples { gap: 6px; } #examples button { min-width: 0; flex: 0 1 auto; border-radius: 999px; }
 footer { display: none !important; }
 """
 
@@ -83,7 +91,7 @@ def mount(app: FastAPI, api: Any) -> None:
     )
     gr.mount_gradio_app(
         app,
-        page(api.llm, api.name),
+        page(api.llm, api.name, api.key is not None),
         "/ui",
         css=CSS,
         theme=theme,
@@ -96,17 +104,16 @@ def mount(app: FastAPI, api: Any) -> None:
     )
 
 
-def page(llm: LLM, name: str) -> gr.Blocks:
-    """The page itself."""
-    chat = Chat(llm, name)
+def page(llm: LLM, name: str, keyed: bool = False) -> gr.Blocks:
+    """The page itself; `keyed` when the API asks for a key."""
+    chat = Chat(llm, name, keyed)
     with gr.Blocks(title=f"dskit · {name}", analytics_enabled=False, fill_height=True) as blocks:
         gr.Markdown(f"# {name}\n{facts(llm)}", elem_id="title")
         if text := banner(llm):
             gr.Markdown(text, elem_id="banner")
         history = gr.Chatbot(
             elem_id="chat",
-            scale=1,
-            height="60vh",
+            height="52vh",
             show_label=False,
             editable="user",
             buttons=["copy"],
@@ -120,19 +127,12 @@ def page(llm: LLM, name: str) -> gr.Blocks:
             elem_id="box",
             autofocus=True,
             submit_btn=True,
-            lines=1,
             max_lines=8,
         )
         again = gr.Button("Try again with twice the limit", visible=False, elem_id="again", size="sm")
         with gr.Row(elem_id="examples"):
             buttons = [(gr.Button(one["label"], size="sm"), one) for one in examples(llm.name)]
-        level = gr.Radio(
-            LEVELS,
-            value="high",
-            label="Thinking",
-            elem_id="level",
-            info="How much the model thinks before it answers",
-        )
+        level = gr.Radio(LEVELS, value="high", label="Thinking", elem_id="level")
         settings = [level, *_settings(llm)]
         with gr.Accordion("The last request as code", open=False):
             code = [
@@ -166,11 +166,12 @@ def _settings(llm: LLM) -> list[Any]:
                     info="thinking included",
                     elem_id="limit",
                 ),
-                gr.Number(None, label="Seed", precision=0, info="empty: a new one each time", elem_id="seed"),
+                gr.Textbox(label="Seed", info="empty: a new one each time", elem_id="seed"),
             ]
         tools = gr.Textbox(
             label="Tools",
             lines=3,
+            max_lines=8,
             elem_id="tools",
             placeholder="[]",
             info="A JSON list in OpenAI's form. After a call, what you type is taken as its result.",
@@ -191,7 +192,8 @@ def _wire(chat: Chat, history: Any, box: Any, again: Any, buttons: list, setting
             for button, one in buttons
         ),
     ]
-    busy, idle = {"submit_btn": False, "stop_btn": True}, {"submit_btn": True, "stop_btn": False}
+    busy = {"submit_btn": False, "stop_btn": True, "interactive": False}
+    idle = {"submit_btn": True, "stop_btn": False, "interactive": True}
     answers = []
     for start in starts:
         begun = start.success(
@@ -216,8 +218,8 @@ def _wire(chat: Chat, history: Any, box: Any, again: Any, buttons: list, setting
 class Chat:
     """What the page does with the LLM."""
 
-    def __init__(self, llm: LLM, name: str):
-        self.llm, self.name = llm, name
+    def __init__(self, llm: LLM, name: str, keyed: bool):
+        self.llm, self.name, self.keyed = llm, name, keyed
 
     async def answer(self, history: History, *settings: Any) -> AsyncIterator[History]:
         """The history with the reply in it, growing; ends the request however it is left."""
@@ -254,14 +256,17 @@ class Chat:
         temperature: float,
         top_p: float,
         limit: int,
-        seed: float | None,
+        seed: str,
         tools: str,
     ) -> Body:
         """The chat body that asks for the next reply, without `limit`, which is lowered to what fits."""
         body: Body = {"messages": conversation(history, system), "reasoning_effort": level}
         body |= {"temperature": temperature, "top_p": top_p}
-        if seed is not None:
-            body["seed"] = int(seed)
+        if (seed or "").strip():
+            try:
+                body["seed"] = int(seed)
+            except ValueError:
+                raise ApiError(f"Seed is {seed!r}; it must be a whole number", "seed") from None
         if (tools or "").strip():
             try:
                 body["tools"] = json.loads(tools)
@@ -269,22 +274,13 @@ class Chat:
                 raise ApiError(f"Tools is not valid JSON: {error}", "tools") from None
         return body
 
-    def code(self, history: History, *settings: Any, request: gr.Request = None) -> tuple[str, str]:
+    def code(self, request: gr.Request, history: History, *settings: Any) -> tuple[str, str]:
         """The last request as a curl command and as Python."""
-        last = max((i for i, message in enumerate(history) if message["role"] == "user"), default=None)
-        if last is None:
+        if not any(message["role"] == "user" for message in history):
             return "", ""
-        body = {
-            "model": self.name,
-            **self.body(history[: last + 1], *settings),
-            "max_tokens": int(settings[4]),
-        }
-        url = (
-            f"http://{request.headers.get('host', '127.0.0.1:8000')}/v1"
-            if request
-            else "http://127.0.0.1:8000/v1"
-        )
-        return as_curl(url, body), as_python(url, body)
+        body = {"model": self.name, **self.body(_rewind(history), *settings), "max_tokens": int(settings[4])}
+        url = f"http://{request.headers['host']}/v1"
+        return as_curl(url, body, self.keyed), as_python(url, body, self.keyed)
 
 
 # ---- buttons ----
@@ -325,12 +321,13 @@ def _example(one: Body) -> tuple[History, str]:
 
 
 def _settle(history: History) -> History:
-    """After a stop nothing is pending any more."""
-    for message in history:
-        data = message.get("metadata") or {}
-        if data.get("status") == "pending":
-            message["metadata"] = {**data, "status": "done", "title": "Stopped"}
-    return history
+    """After a stop nothing is pending any more, and the reply says that it was stopped."""
+    if not history or history[-1]["role"] == "user" or kind_of(history[-1]) == "stats":
+        return history
+    kept = [message for message in history if text_of(message) or not is_pending(message)]
+    for message in filter(is_pending, kept):
+        message["metadata"] = {**message["metadata"], "status": "done", "title": "Thought"}
+    return [*kept, note("stopped")]
 
 
 def _was_cut(history: History) -> bool:
@@ -364,8 +361,12 @@ def banner(llm: LLM) -> str:
 
 def facts(llm: LLM) -> str:
     """Size, device and settings in one line."""
-    size = sum(p.numel() for p in llm.model.parameters()) if hasattr(llm.model, "parameters") else 0
-    return (
-        f"{size / 1e6:,.0f} M parameters · {llm.device} · {llm.numerics} numerics · "
-        f"{llm.max_model_len:,} tokens of context · dskit"
-    )
+    weights = sum(p.numel() for p in llm.model.parameters()) if llm.model is not None else 0
+    words = [f"{weights / 1e6:,.1f} M parameters"] if weights else []
+    words += [
+        str(llm.device),
+        f"{llm.numerics} numerics",
+        f"{llm.max_model_len:,} tokens of context",
+        "dskit",
+    ]
+    return " · ".join(words)
