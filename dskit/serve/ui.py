@@ -72,6 +72,7 @@ CSS = """
 #level { display: flex; flex-direction: row; align-items: center; gap: 1em; padding: 0; background: none; }
 #level > span { margin: 0; }
 #examples { gap: 6px; } #examples button { min-width: 0; flex: 0 1 auto; border-radius: 999px; }
+body:not(.dark) .gradio-container { --body-text-color-subdued: var(--neutral-500); }
 footer { display: none !important; }
 """
 
@@ -162,8 +163,8 @@ def _settings(llm: LLM) -> list[Any]:
                     llm.max_model_len,
                     limit,
                     step=1,
-                    label="Most tokens",
-                    info="thinking included",
+                    label="Limit",
+                    info="Most tokens, thinking too",
                     elem_id="limit",
                 ),
                 gr.Textbox(label="Seed", info="empty: a new one each time", elem_id="seed"),

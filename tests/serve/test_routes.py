@@ -133,7 +133,7 @@ def test_eight_clients_at_once(server, scripted):
 
 
 def test_a_key_is_asked_for_where_one_is_set():
-    with ScriptedLLM({}) as llm, serve.start(llm, port=0, ui=False, name="mine", api_key="sesame") as running:
+    with ScriptedLLM({}) as llm, serve.start(llm, port=0, name="mine", api_key="sesame") as running:
         fields = {"model": "mine", "prompt": "x", "max_tokens": 1}
         with pytest.raises(openai.AuthenticationError, match="key is missing or wrong"):
             client_of(running).completions.create(**fields)
@@ -141,6 +141,11 @@ def test_a_key_is_asked_for_where_one_is_set():
         assert right.completions.create(**fields).model == "mine"
         assert httpx.post(f"{running.url}/tokenize", json={"prompt": "x"}).status_code == 401
         assert httpx.get(f"{running.url}/health").status_code == 200
+        page = httpx.Client(base_url=f"{running.url}/ui")
+        assert page.get("/config").status_code == 401, "the page asks for the key too"
+        assert page.post("/login", data={"username": "me", "password": "open"}).status_code == 400
+        assert page.post("/login", data={"username": "me", "password": "sesame"}).status_code == 200
+        assert page.get("/config").status_code == 200
 
 
 def test_a_full_queue_says_when_to_come_back():
