@@ -93,7 +93,7 @@ class LatencyArgs(ModelArgs):
     repeats: int = 3
     """Times that each row is measured; the median is shown, with the spread."""
     compile: bool = True
-    """Measure a second time with the compiled ops, their compile time apart."""
+    """Measure one stream a second time with compiled ops, their compile time apart."""
     peer: bool = True
     """Measure transformers on a V4 model of the same widths in the same run."""
     result_dir: Folder = None

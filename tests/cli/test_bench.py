@@ -63,6 +63,15 @@ def test_a_second_run_of_a_day_gets_a_folder_of_its_own(tmp_path):
     assert len(set(folders)) == 3
 
 
+def test_a_failed_request_is_no_measurement(tiny, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the step broke")
+
+    monkeypatch.setattr(tiny.engine.runner, "run", fail)
+    with pytest.raises(RuntimeError, match="ended with error"):
+        latency.ours(tiny)([[5, 6, 7]], 4)
+
+
 def test_without_transformers_the_peer_is_null_with_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     found = latency.peer_rows(None, None, [], LatencyArgs())
