@@ -10,12 +10,23 @@ from dskit.layers.swa import RingPlan
 from dskit.model import Step
 from tests import drive, models, oracle
 
-NEAR_TIE = 1e-5
+NEAR_TIE = 5e-6
 
 
-def before_near_ties(run: oracle.Run) -> int:
-    """Rows up to the first one where a choice of entries or experts hangs on float32's last digits."""
-    return next((t for t, gap in enumerate(run.gaps) if gap < NEAR_TIE), len(run.gaps))
+def clear_ids(checkpoint, count: int, seed: int) -> tuple[list[int], oracle.Run]:
+    """Random ids for which no choice of entries or experts hangs on float32's last digits, and the oracle's run."""
+    for attempt in range(seed, seed + 2000, 100):
+        ids = checkpoint.ids(count, attempt)
+        run = oracle.forward(checkpoint.net(), ids)
+        if min(run.gaps) >= NEAR_TIE:
+            return ids, run
+    raise AssertionError("no prompt without near ties among twenty")
+
+
+def check_equal(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    """Relative RMS of the logits, and the same best token at every position."""
+    assert models.relative_rms(found, wanted) < tolerance
+    assert torch.equal(found.argmax(1), wanted.argmax(1))
 
 
 def in_one_step(model, ids: list[int]) -> torch.Tensor:
@@ -27,13 +38,8 @@ def in_one_step(model, ids: list[int]) -> torch.Tensor:
 
 def check_against_oracle(made, name: str, count: int, seed: int = 1) -> None:
     checkpoint = made(name)
-    ids = checkpoint.ids(count, seed)
-    run = oracle.forward(checkpoint.net(), ids)
-    rows = before_near_ties(run)
-    assert rows > count // 3
-    found = in_one_step(checkpoint.load(), ids)[:rows]
-    assert models.relative_rms(found, run.logits[:rows]) < 1e-5
-    assert torch.equal(found.argmax(1), run.logits[:rows].argmax(1))
+    ids, run = clear_ids(checkpoint, count, seed)
+    check_equal(in_one_step(checkpoint.load(), ids), run.logits, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["tiny", "odd", "v41-0", "v41-1", "v41-3"])
@@ -49,15 +55,11 @@ def test_v41_equals_the_oracle_often(made, seed):
 
 def check_against_transformers(made, seed: int, count: int) -> None:
     checkpoint = made(f"v4-{seed}")
-    ids = checkpoint.ids(count, seed)
+    ids, _ = clear_ids(checkpoint, count, seed)
     theirs = models.transformers_v4(checkpoint.raw, seed)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([ids])).logits[0]
-    rows = before_near_ties(oracle.forward(checkpoint.net(), ids))
-    assert rows > count // 3
-    found = in_one_step(checkpoint.load(), ids)[:rows]
-    assert models.relative_rms(found, wanted[:rows]) < 1e-4
-    assert torch.equal(found.argmax(1), wanted[:rows].argmax(1))
+    check_equal(in_one_step(checkpoint.load(), ids), wanted, 1e-4)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,9 +81,7 @@ def test_v4_folder_written_by_transformers(made, tmp_path):
     ids = models.ids(raw, 40)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([ids])).logits[0]
-    found = in_one_step(load(tmp_path, numerics="exact", device="cpu"), ids)
-    assert models.relative_rms(found, wanted) < 1e-4
-    assert torch.equal(found.argmax(1), wanted.argmax(1))
+    check_equal(in_one_step(load(tmp_path, numerics="exact", device="cpu"), ids), wanted, 1e-4)
 
 
 def test_a_candidate_pool_that_covers_everything_changes_nothing(made, tmp_path):
@@ -102,33 +102,57 @@ def test_a_candidate_pool_that_covers_everything_changes_nothing(made, tmp_path)
 # ---- release numerics --------------------------------------------------------------------------------------------
 
 
+def check_bits(made, name: str) -> None:
+    """Most rows of short prompts have the very bits of the oracle; a single rounding in another place changes all.
+
+    Not every row: a product summed in another order may fall on the other side of a rounding boundary.
+    """
+    checkpoint, equal = made(name), 0
+    on, net = drive.runner(checkpoint.load("release")), checkpoint.net(release=True)
+    for seed in range(4):
+        ids = checkpoint.ids(10, seed)
+        found = drive.play(on, [ids], drive.at_once([ids]))[0]
+        equal += int((found == oracle.forward(net, ids).logits).all(1).sum())
+    assert equal > 20, f"{equal} of 40 rows are equal"
+
+
+@pytest.mark.parametrize("name", ["tiny", "odd", "v41-1", "v4-0", "v4-5"])
+def test_release_numerics_have_the_bits_of_the_oracle(made, name):
+    check_bits(made, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f"{kind}-{seed}" for kind in ("v41", "v4") for seed in range(20)])
+def test_release_numerics_have_the_bits_of_the_oracle_often(made, name):
+    check_bits(made, name)
+
+
 def row_errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """RMS of each row's difference over its standard deviation."""
     return (found - wanted).pow(2).mean(1).sqrt() / wanted.std(1)
 
 
-def check_release(made, name: str, median: float, worst: float, top1: float) -> None:
-    """Release numerics against exact numerics, and against the oracle's release numerics (model.md 9.1)."""
+def check_statistics(made, name: str) -> None:
+    """What release numerics do to the logits where no choice depends on a rounding (model.md 9.1)."""
     checkpoint = made(name)
     ids = checkpoint.ids(61)
-    exact, release = (in_one_step(checkpoint.load(n), ids) for n in ("exact", "release"))
+    exact, release = (in_one_step(checkpoint.load(numerics), ids) for numerics in ("exact", "release"))
     error = row_errors(release, exact)
-    assert error.median() < median
-    assert error.max() < worst
-    assert (release.argmax(1) == exact.argmax(1)).float().mean() >= top1
-    rounded = row_errors(release, oracle.forward(checkpoint.net(release=True), ids).logits)
-    assert rounded.median() < 0.04
-    assert rounded.max() < 0.1
+    assert 0.05 < error.median() < 0.15
+    assert error.max() < 0.3
+    divergence = exact.softmax(1) * (exact.log_softmax(1) - release.log_softmax(1))
+    assert divergence.sum(1).mean() < 0.02
+    assert (release.argmax(1) == exact.argmax(1)).float().mean() > 0.6
 
 
-def test_release_numerics_on_a_calm_checkpoint(made):
-    check_release(made, "calm-1", 0.13, 0.25, 0.8)
+def test_release_numerics_stay_near_exact_ones(made):
+    check_statistics(made, "calm-1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 16))
-def test_release_numerics_on_calm_checkpoints(made, seed):
-    check_release(made, f"calm-{seed}", 0.15, 0.3, 0.75)
+def test_release_numerics_stay_near_exact_ones_often(made, seed):
+    check_statistics(made, f"calm-{seed}")
 
 
 # ---- the draft head ----------------------------------------------------------------------------------------------
