@@ -1,7 +1,7 @@
 """Driving the runner by hand: which rows of which sequence go through the model in which step.
 
-Blocks and slots are dealt out shuffled and are never cleaned, so that a sequence which reads what another left
-behind is noticed.
+Blocks and slots are dealt out shuffled and are never cleaned, so that a sequence which reads what another
+left behind is noticed.
 
 Shapes: logits float32 [T, V] per sequence.
 Errors: none of its own.
@@ -22,10 +22,14 @@ from dskit.model import Model
 Schedule = Iterable[dict[int, int]]  # per step: sequence -> how many of its rows
 
 
-def runner(model: Model, *, sequences: int = 8, length: int = 256, blocks_of: int = 3, **settings) -> ModelRunner:
-    """A runner with room for `sequences` sequences of `length` tokens; blocks hold `blocks_of` of the largest groups."""
+def runner(
+    model: Model, *, sequences: int = 8, length: int = 256, blocks_of: int = 3, **settings
+) -> ModelRunner:
+    """A runner for `sequences` sequences of `length` tokens, with `blocks_of` whole groups to a block."""
     size = math.lcm(*[r for r in model.config.compress_ratios if r], 1) * blocks_of
-    return ModelRunner(model, num_blocks=sequences * -(-length // size), block_size=size, num_slots=sequences, **settings)
+    return ModelRunner(
+        model, num_blocks=sequences * -(-length // size), block_size=size, num_slots=sequences, **settings
+    )
 
 
 class Deal:
@@ -47,14 +51,30 @@ class Deal:
             self.blocks.append([blocks.pop() for _ in range(need)])
 
 
-def play(on: ModelRunner, prompts: list[list[int]], schedule: Schedule, *, seed: int = 0,
-         prompt_lens: list[int] | None = None) -> list[Tensor]:
+def play(
+    on: ModelRunner,
+    prompts: list[list[int]],
+    schedule: Schedule,
+    *,
+    seed: int = 0,
+    prompt_lens: list[int] | None = None,
+) -> list[Tensor]:
     """Logits of every row of every prompt, computed in the steps of the schedule."""
     deal, done = Deal(on, prompts, seed), [0] * len(prompts)
     found: list[list[Tensor]] = [[] for _ in prompts]
     for step in schedule:
-        work = [Work(deal.slots[s], deal.blocks[s], prompts[s], done[s], done[s] + count,
-                     prompt_lens[s] if prompt_lens else len(prompts[s]), "all") for s, count in step.items()]
+        work = [
+            Work(
+                deal.slots[s],
+                deal.blocks[s],
+                prompts[s],
+                done[s],
+                done[s] + count,
+                prompt_lens[s] if prompt_lens else len(prompts[s]),
+                "all",
+            )
+            for s, count in step.items()
+        ]
         logits = on.run(work)
         counts = list(step.values())
         if len(logits) != sum(counts):  # bounded replay dropped the rows before the tail of a prompt
@@ -66,7 +86,7 @@ def play(on: ModelRunner, prompts: list[list[int]], schedule: Schedule, *, seed:
     return [torch.cat(parts) for parts in found]
 
 
-# ---- schedules -------------------------------------------------------------------------------------------------
+# ---- schedules -------------------------------------------------------------------------------------------
 
 
 def at_once(prompts: list[list[int]]) -> Schedule:
@@ -93,7 +113,7 @@ def chunks(prompts: list[list[int]], size: int) -> Schedule:
 
 
 def ragged(prompts: list[list[int]], seed: int, longest: int = 17) -> Schedule:
-    """A random subset of the sequences per step, in random order, with random numbers of rows: often one, as decode."""
+    """Random sequences per step, in random order, with random numbers of rows: often one, as in decoding."""
     r = torch.Generator().manual_seed(seed)
     left = {s: len(p) for s, p in enumerate(prompts)}
     while left:

@@ -1,8 +1,8 @@
 """Small random models for tests: configurations with awkward sizes, and checkpoints in the released format.
 
-Weights are drawn, packed and unpacked here without any help of dskit, so that a loader has something to be wrong
-against. What a trivial initialisation would hide is drawn on purpose: mixes far from the identity, norm gains away
-from 1, a different scale in every block.
+Weights are drawn, packed and unpacked here without any help of dskit, so that a loader has something to be
+wrong against. What a trivial initialisation would hide is drawn on purpose: mixes far from the identity, norm
+gains away from 1, heads that are each other's opposites.
 
 Shapes: names, dtypes and shapes of model.md 4.2 (V4: 6.2); one safetensors file per checkpoint.
 Errors: none of its own.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.oracle import E2M1, Net, e2m1, engram_primes, pow2ceil
 
-# ---- configurations ------------------------------------------------------------------------------------------
+# ---- configurations --------------------------------------------------------------------------------------
 
 
 def flat(raw: dict[str, Any]) -> SimpleNamespace:
@@ -70,7 +70,8 @@ def random_v41(seed: int) -> dict[str, Any]:
                          "original_max_position_embeddings": pick(16, 48, 500)},
         "max_position_embeddings": 1024, "rms_norm_eps": 1e-20, "hc_mult": pick(2, 3, 4, 5),
         "hc_sinkhorn_iters": pick(1, 3, 20), "hc_eps": 1e-6, "n_routed_experts": pick(5, 7),
-        "n_shared_experts": 1, "num_experts_per_tok": pick(1, 2, 3), "moe_intermediate_size": pick(32, 64, 128),
+        "n_shared_experts": 1, "num_experts_per_tok": pick(1, 2, 3),
+        "moe_intermediate_size": pick(32, 64, 128),
         "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": pick(True, False),
         "routed_scaling_factor": 1.5, "swiglu_limit": pick(0.0, 0.5, 10.0), "hidden_act": "silu",
         "engram_layer_ids": engrams, "engram_max_ngram_size": pick(2, 3, 4),
@@ -81,43 +82,53 @@ def random_v41(seed: int) -> dict[str, Any]:
         "dspark_num_experts_per_tok": 2,
     }
     text["engram_num_embeddings"] = [sum(map(sum, sizes)) for sizes in engram_primes(SimpleNamespace(**text))]
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
+                    "weight_block_size": [32, 32], "expert_dtype": "fp4"}
     return {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "dtype": "bfloat16",
             "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "image_token_id": 130,
-            "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
-                                    "weight_block_size": [32, 32], "expert_dtype": "fp4"},
-            "text_config": text}
+            "quantization_config": quantization, "text_config": text}
 
 
-# ---- drawing -------------------------------------------------------------------------------------------------
+# ---- drawing ---------------------------------------------------------------------------------------------
 
 
-def layout(c: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Format and shape of every tensor: "fp8" blocks, "fp4" groups, "row" (FP8 Engram rows), "bf16", "fp32", "int64"."""
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def layout(c: Any) -> Layout:
+    """Format and shape of every tensor: "fp8" blocks, "fp4" groups, "row" (Engram), or the stored dtype."""
     D, n = c.hidden_size, c.hc_mult
     out = {"embed.weight": ("bf16", (c.vocab_size, D)), "head.weight": ("bf16", (c.vocab_size, D)),
            "norm.weight": ("bf16", (D,))}
     if c.model_type == "deepseek_v4":
-        out |= {"hc_head_fn": ("fp32", (n, n * D)), "hc_head_base": ("fp32", (n,)), "hc_head_scale": ("fp32", (1,))}
+        out |= {"hc_head_fn": ("fp32", (n, n * D)), "hc_head_base": ("fp32", (n,)),
+                "hc_head_scale": ("fp32", (1,))}
     for l in range(c.num_hidden_layers):
         out |= block_layout(c, f"layers.{l}.", c.n_routed_experts, l < c.num_hash_layers)
         out |= memory_layout(c, l)
         if l in c.engram_layer_ids:
-            rows, columns = c.engram_num_embeddings[list(c.engram_layer_ids).index(l)], c.engram_n_heads * (c.engram_max_ngram_size - 1)
-            name = f"layers.{l}.engram."
-            out |= {name + "embed": ("row", (rows, c.engram_head_dim)), name + "q_weight": ("bf16", (n, D)),
-                    name + "wkv": ("fp8", ((n + 1) * D, columns * c.engram_head_dim)), name + "k_weight": ("bf16", (n, D))}
+            out |= engram_layout(c, l)
     for s in range(c.num_nextn_predict_layers):
         out |= block_layout(c, f"mtp.{s}.", c.dspark_n_routed_experts or c.n_routed_experts, False)
     if c.num_nextn_predict_layers:
         last, rank = f"mtp.{c.num_nextn_predict_layers - 1}.", c.dspark_markov_rank
-        out |= {"mtp.0.main_proj": ("fp8", (D, D * len(c.dspark_target_layer_ids))), "mtp.0.main_norm.weight": ("bf16", (D,)),
-                last + "norm.weight": ("bf16", (D,)), last + "markov_head.embed.weight": ("bf16", (c.vocab_size, rank)),
+        out |= {"mtp.0.main_proj": ("fp8", (D, D * len(c.dspark_target_layer_ids))),
+                "mtp.0.main_norm.weight": ("bf16", (D,)), last + "norm.weight": ("bf16", (D,)),
+                last + "markov_head.embed.weight": ("bf16", (c.vocab_size, rank)),
                 last + "markov_head.head.weight": ("bf16", (c.vocab_size, rank)),
                 last + "confidence_head.proj.weight": ("bf16", (1, D + rank))}
     return out
 
 
-def block_layout(c: Any, at: str, experts: int, hashed: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+def engram_layout(c: Any, l: int) -> Layout:
+    D, n, at = c.hidden_size, c.hc_mult, f"layers.{l}.engram."
+    rows = c.engram_num_embeddings[list(c.engram_layer_ids).index(l)]
+    width = c.engram_n_heads * (c.engram_max_ngram_size - 1) * c.engram_head_dim
+    return {at + "embed": ("row", (rows, c.engram_head_dim)), at + "wkv": ("fp8", ((n + 1) * D, width)),
+            at + "q_weight": ("bf16", (n, D)), at + "k_weight": ("bf16", (n, D))}
+
+
+def block_layout(c: Any, at: str, experts: int, hashed: bool) -> Layout:
     """What every backbone layer and draft stage has."""
     D, n, A, d, I = c.hidden_size, c.hc_mult, c.num_attention_heads, c.head_dim, c.moe_intermediate_size
     attn, ffn = at + "attn.", at + "ffn."
@@ -129,8 +140,9 @@ def block_layout(c: Any, at: str, experts: int, hashed: bool) -> dict[str, tuple
            at + "attn_norm.weight": ("bf16", (D,)), at + "ffn_norm.weight": ("bf16", (D,)),
            ffn + "gate.weight": ("bf16", (experts, D))}
     for kind in ("attn", "ffn"):
-        out |= {f"{at}hc_{kind}_fn": ("fp32", ((2 + n) * n, n * D)), f"{at}hc_{kind}_base": ("fp32", ((2 + n) * n,)),
-                f"{at}hc_{kind}_scale": ("fp32", (3,))}
+        hc = f"{at}hc_{kind}_"
+        out |= {hc + "fn": ("fp32", ((2 + n) * n, n * D)), hc + "base": ("fp32", ((2 + n) * n,)),
+                hc + "scale": ("fp32", (3,))}
     if hashed:
         out[ffn + "gate.tid2eid"] = ("int64", (c.vocab_size, c.num_experts_per_tok))
     else:
@@ -138,18 +150,20 @@ def block_layout(c: Any, at: str, experts: int, hashed: bool) -> dict[str, tuple
     if c.model_type == "deepseek_v41":
         out[ffn + "gate.bias_vl"] = ("fp32", (experts,))
     for name, fmt in [("shared_experts", "fp8")] + [(f"experts.{e}", "fp4") for e in range(experts)]:
-        out |= {f"{ffn}{name}.w1": (fmt, (I, D)), f"{ffn}{name}.w3": (fmt, (I, D)), f"{ffn}{name}.w2": (fmt, (D, I))}
+        mlp = ffn + name
+        out |= {mlp + ".w1": (fmt, (I, D)), mlp + ".w3": (fmt, (I, D)), mlp + ".w2": (fmt, (D, I))}
     return out
 
 
-def memory_layout(c: Any, l: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def memory_layout(c: Any, l: int) -> Layout:
     """Compressor and indexer of the layers that own one."""
     D, d, di, r, at = c.hidden_size, c.head_dim, c.index_head_dim, c.compress_ratios[l], f"layers.{l}.attn."
     v4, out = c.model_type == "deepseek_v4", {}
     if l in c.kv_source_layer_ids:
         out |= compressor_layout(at + "compressor.", D, d, r, v4)
         if not v4:
-            out |= {at + "indexer.wk.weight": ("bf16", (di, d)), at + "indexer.k_norm.weight": ("bf16", (di,))}
+            out |= {at + "indexer.wk.weight": ("bf16", (di, d)),
+                    at + "indexer.k_norm.weight": ("bf16", (di,))}
     if l in c.index_source_layer_ids:
         out |= {at + "indexer.wq_b": ("fp8", (c.index_n_heads * di, c.q_lora_rank)),
                 at + "indexer.weights_proj.weight": ("bf16", (c.index_n_heads, D))}
@@ -158,7 +172,7 @@ def memory_layout(c: Any, l: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     return out
 
 
-def compressor_layout(at: str, D: int, d: int, r: int, v4: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+def compressor_layout(at: str, D: int, d: int, r: int, v4: bool) -> Layout:
     width = 2 * d if v4 and r == 4 else d
     out = {at + "wkv.weight": ("bf16", (width, D)), at + "norm.weight": ("bf16", (d,))}
     if r > 1:
@@ -167,12 +181,13 @@ def compressor_layout(at: str, D: int, d: int, r: int, v4: bool) -> dict[str, tu
 
 
 def draw(c: Any, seed: int = 0, *, calm: bool = False) -> dict[str, Tensor]:
-    """Every tensor as it is stored. `calm`: router biases far apart, so that no expert choice hangs on a rounding."""
+    """Every tensor as it is stored. `calm`: router biases far apart: no rounding changes an expert."""
     r = torch.Generator().manual_seed(seed)
     stored: dict[str, Tensor] = {}
     for name, (fmt, shape) in layout(c).items():
         if fmt == "int64":
-            stored[name] = torch.stack([torch.randperm(c.n_routed_experts, generator=r)[: shape[1]] for _ in range(shape[0])])
+            choices = [torch.randperm(c.n_routed_experts, generator=r)[: shape[1]] for _ in range(shape[0])]
+            stored[name] = torch.stack(choices)
             continue
         value = start(name, shape, r, calm)
         if name.endswith("indexer.wq_b"):  # opposite heads: no two entries tie at a score of 0 (model.md 9)
@@ -198,24 +213,27 @@ def start(name: str, shape: tuple[int, ...], r: torch.Generator, calm: bool) -> 
     return noise * shape[-1] ** -0.5
 
 
-# ---- storing (model.md 4.3) ----------------------------------------------------------------------------------
+# ---- storing (model.md 4.3) ------------------------------------------------------------------------------
 
 
 def pack(name: str, value: Tensor, fmt: str, block: list[int]) -> dict[str, Tensor]:
+    """A weight in its stored form; the largest element of a block lies in the top binade of its format."""
     if fmt in ("bf16", "fp32"):
         return {name: value.to(torch.bfloat16 if fmt == "bf16" else torch.float32)}
     size = {"fp8": tuple(block), "fp4": (1, 32), "row": (1, 32)}[fmt]
-    scale = torch.stack([
-        torch.stack([pow2ceil(tile.abs().max().clamp(min=1e-4) / (6 if fmt == "fp4" else 448))
-                     for tile in rows.split(size[1], 1)]) for rows in value.split(size[0], 0)
-    ]) if size[0] > 1 else pow2ceil(value.unflatten(1, (-1, 32)).abs().amax(2).clamp(min=1e-4) / (6 if fmt == "fp4" else 448))
+    amax = value.abs()
+    for axis in (0, 1):
+        if size[axis] > 1:
+            amax = torch.cat([part.amax(axis, keepdim=True) for part in amax.split(size[axis], axis)], axis)
+    scale = pow2ceil(amax.clamp(min=1e-4) / (6 if fmt == "fp4" else 448))
     v = value / spread(scale, size, value.shape)
     if fmt == "fp4":
         codes = (e2m1(v)[..., None].abs() == torch.tensor(E2M1)).int().argmax(-1) + 8 * torch.signbit(v)
         packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
     else:
         packed = v.to(torch.float8_e4m3fn)
-    return {f"{name}.weight": packed, f"{name}.scale": (torch.log2(scale).round() + 127).to(torch.uint8).view(torch.float8_e8m0fnu)}
+    byte = (torch.log2(scale).round() + 127).to(torch.uint8)
+    return {f"{name}.weight": packed, f"{name}.scale": byte.view(torch.float8_e8m0fnu)}
 
 
 def spread(scale: Tensor, size: tuple[int, ...], shape: torch.Size) -> Tensor:
@@ -265,7 +283,7 @@ def net(folder: Path, *, release: bool = False, dtype: torch.dtype = torch.float
     return Net(dense(c, stored, dtype), c, release)
 
 
-# ---- transformers as the oracle of V4 ------------------------------------------------------------------------
+# ---- transformers as the oracle of V4 --------------------------------------------------------------------
 
 
 def random_v4(seed: int) -> dict[str, Any]:
@@ -285,14 +303,16 @@ def random_v4(seed: int) -> dict[str, Any]:
         "bos_token_id": 0, "eos_token_id": 1, "vocab_size": pick(61, 97), "hidden_size": pick(40, 56, 88),
         "num_hidden_layers": layers, "num_attention_heads": groups * pick(1, 2, 3), "num_key_value_heads": 1,
         "head_dim": head, "qk_rope_head_dim": head // pick(4, 8) // 2 * 2, "q_lora_rank": pick(20, 36),
-        "o_groups": groups, "o_lora_rank": pick(12, 28), "sliding_window": pick(2, 5, 8, 11), "compress_ratios": ratios,
-        "index_n_heads": 2, "index_head_dim": pick(32, 64), "index_topk": pick(1, 3, 5, 40), "rope_theta": 10000.0,
-        "compress_rope_theta": 160000.0, "max_position_embeddings": factor * start, "rms_norm_eps": 1e-6, "hc_mult": pick(2, 3, 4),
+        "o_groups": groups, "o_lora_rank": pick(12, 28), "sliding_window": pick(2, 5, 8, 11),
+        "compress_ratios": ratios, "index_n_heads": 2, "index_head_dim": pick(32, 64),
+        "index_topk": pick(1, 3, 5, 40), "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
+        "max_position_embeddings": factor * start, "rms_norm_eps": 1e-6, "hc_mult": pick(2, 3, 4),
         "rope_scaling": {"type": "yarn", "factor": factor, "beta_fast": 32, "beta_slow": 1,
                          "original_max_position_embeddings": start},
-        "hc_sinkhorn_iters": pick(1, 4, 20), "hc_eps": 1e-6, "n_routed_experts": pick(5, 7), "n_shared_experts": 1,
-        "num_experts_per_tok": pick(2, 3), "moe_intermediate_size": pick(24, 44), "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.5, "hidden_act": "silu",
+        "hc_sinkhorn_iters": pick(1, 4, 20), "hc_eps": 1e-6, "n_routed_experts": pick(5, 7),
+        "n_shared_experts": 1, "num_experts_per_tok": pick(2, 3), "moe_intermediate_size": pick(24, 44),
+        "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5, "hidden_act": "silu",
         "swiglu_limit": pick(0.5, 10.0), "num_hash_layers": pick(0, 1, 2), "tie_word_embeddings": False,
     }
 
@@ -305,13 +325,14 @@ def transformers_v4(raw: dict[str, Any], seed: int = 0):
     wide = next((r for r in raw["compress_ratios"] if r not in kinds), 128)
     other = ("architectures", "model_type", "torch_dtype", "compress_ratios", "rope_scaling", "topk_method",
              "num_hash_layers", "qk_rope_head_dim")
+    hashed = raw["num_hash_layers"]
     scaling = {k: v for k, v in raw["rope_scaling"].items() if k != "type"} | {"rope_type": "yarn"}
     config = DeepseekV4Config(
         **{k: v for k, v in raw.items() if k not in other}, rope_parameters=scaling,
         partial_rotary_factor=(raw["qk_rope_head_dim"] + 0.5) / raw["head_dim"],
         layer_types=[kinds.get(r, "heavily_compressed_attention") for r in raw["compress_ratios"]],
         compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": wide},
-        mlp_layer_types=["hash_moe" if l < raw["num_hash_layers"] else "moe" for l in range(raw["num_hidden_layers"])])
+        mlp_layer_types=["hash_moe" if l < hashed else "moe" for l in range(raw["num_hidden_layers"])])
     assert config.qk_rope_head_dim == raw["qk_rope_head_dim"]
     model = DeepseekV4ForCausalLM(config).float().eval()
     r = torch.Generator().manual_seed(seed)
@@ -343,8 +364,10 @@ def start_v4(name: str, shape: torch.Size, r: torch.Generator) -> Tensor:
 
 V4_NAMES = {  # transformers' spelling of each part -> the release's, applied in order
     "model.hc_head.hc_": "hc_head_", "model.embed_tokens": "embed", "lm_head": "head", "model.": "",
-    "attn_hc.": "hc_attn_", "ffn_hc.": "hc_ffn_", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "compressor.indexer.scorer.weights_proj": "indexer.weights_proj", "compressor.indexer.q_b_proj": "indexer.wq_b",
+    "attn_hc.": "hc_attn_", "ffn_hc.": "hc_ffn_",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "compressor.indexer.scorer.weights_proj": "indexer.weights_proj",
+    "compressor.indexer.q_b_proj": "indexer.wq_b",
     "compressor.indexer.kv_norm": "indexer.compressor.norm", "compressor.kv_norm": "compressor.norm",
     "compressor.indexer.": "indexer.compressor.", "position_bias": "ape", "self_attn": "attn", "mlp.": "ffn.",
     "q_a_proj": "wq_a", "q_b_proj": "wq_b", "q_a_norm": "q_norm", "o_a_proj": "wo_a", "o_b_proj": "wo_b",
@@ -371,7 +394,7 @@ def released_v4(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-# ---- comparing -------------------------------------------------------------------------------------------------
+# ---- comparing -------------------------------------------------------------------------------------------
 
 
 def ids(raw: dict[str, Any], count: int, seed: int = 0, image_at: tuple[int, ...] = ()) -> list[int]:

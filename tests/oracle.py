@@ -1,12 +1,12 @@
-"""The model once more, written from the specification alone: one sequence, no cache, no batching, nothing fast.
+"""The model once more, from the specification alone: one sequence, no cache, no batching, nothing fast.
 
-Every public function of the layers is judged by this file, so it imports nothing of dskit. It is slow and plain on
-purpose: the sets a token may attend to are Python lists, hashes are Python integers, sorting is `sorted`.
+Every public function of the layers is judged by this file, so it imports nothing of dskit. It is slow and
+plain on purpose: the sets a token may attend to are lists, hashes are Python integers, sorting is `sorted`.
 
     run = forward(Net(tensors, config), ids)               # exact numerics, in the dtype of the tensors
-    run = forward(Net(tensors, config, release=True), ids)  # with the release's roundings; tensors in float32
+    run = forward(Net(tensors, config, release=True), ids)  # with the release's roundings, on float32 tensors
 
-Shapes: T tokens, D width, n streams, X [T, n, D]. `tensors` maps the checkpoint's names to dequantised numbers.
+Shapes: T tokens, D width, n streams, X [T, n, D]; `tensors` maps names of the checkpoint to plain numbers.
 Units: `run.gaps[t]` is the smallest relative distance at which any discrete choice of token t would flip.
 Errors: KeyError for a missing tensor; IndexError for an id outside the vocabulary.
 Source: model.md sections 3, 5 and 6.2; names of section 4.2.
@@ -63,7 +63,7 @@ class Run:
     gaps: list[float] = field(default_factory=list)
 
 
-# ---- rounding (3.1, 3.4) -------------------------------------------------------------------------------------
+# ---- rounding (3.1, 3.4) ---------------------------------------------------------------------------------
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -142,7 +142,7 @@ def index_cache(net: Net, v: Tensor) -> Tensor:
     return bf16(net, fq4_32(v)) if net.release else v
 
 
-# ---- norm and linear (3.3, 3.4) ------------------------------------------------------------------------------
+# ---- norm and linear (3.3, 3.4) --------------------------------------------------------------------------
 
 
 def rms(net: Net, v: Tensor, gain: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def plain(net: Net, x: Tensor, name: str) -> Tensor:
     return bf16(net, x @ net[f"{name}.weight"].T)
 
 
-# ---- rotary (3.5) --------------------------------------------------------------------------------------------
+# ---- rotary (3.5) ----------------------------------------------------------------------------------------
 
 
 def frequencies(net: Net, l: int) -> Tensor:
@@ -198,7 +198,7 @@ def unrotate(net: Net, l: int, v: Tensor, positions: list[int]) -> Tensor:
     return rotate(net, l, v, positions, sign=-1)
 
 
-# ---- mHC (3.6) -----------------------------------------------------------------------------------------------
+# ---- mHC (3.6) -------------------------------------------------------------------------------------------
 
 
 def mixes(net: Net, prefix: str, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +237,7 @@ def read_weights(net: Net, carried: Tensor, own: Tensor) -> Tensor:
     return carried if net.v41 else own
 
 
-# ---- attention (3.7) -----------------------------------------------------------------------------------------
+# ---- attention (3.7) -------------------------------------------------------------------------------------
 
 
 def queries(net: Net, l: int, at: str, a: Tensor, positions: list[int]) -> Tensor:
@@ -278,7 +278,7 @@ def output(net: Net, l: int, at: str, O: Tensor, positions: list[int]) -> Tensor
     return quantised(net, torch.cat([bf16(net, u @ w.T) for u, w in groups], 1), f"{at}.wo_b")
 
 
-# ---- compressor (3.8, 6.2) -----------------------------------------------------------------------------------
+# ---- compressor (3.8, 6.2) -------------------------------------------------------------------------------
 
 
 def latents(net: Net, name: str, x: Tensor, ratio: int) -> Tensor:
@@ -326,7 +326,9 @@ def compress(net: Net, l: int, at: str, x: Tensor) -> tuple[Tensor, Tensor | Non
     positions = starts(len(lat), ratio)
     keys = None
     if f"{at}.indexer.wk.weight" in net.tensors:
-        keys = rms(net, plain(net, index_source(net, l, lat), f"{at}.indexer.wk"), net[f"{at}.indexer.k_norm.weight"])
+        keys = rms(
+            net, plain(net, index_source(net, l, lat), f"{at}.indexer.wk"), net[f"{at}.indexer.k_norm.weight"]
+        )
         keys = index_cache(net, rotate(net, l, keys, positions))
     elif f"{at}.indexer.compressor.wkv.weight" in net.tensors:
         keys = latents(net, f"{at}.indexer.compressor", x, ratio)
@@ -349,16 +351,20 @@ def hadamard(net: Net, v: Tensor) -> Tensor:
     return bf16(net, v @ H * len(H) ** -0.5)
 
 
-# ---- indexer (3.9) -------------------------------------------------------------------------------------------
+# ---- indexer (3.9) ---------------------------------------------------------------------------------------
 
 
-def index_scores(net: Net, l: int, at: str, x: Tensor, a: Tensor, keys: Tensor, positions: list[int]) -> Tensor:
+def index_scores(
+    net: Net, l: int, at: str, x: Tensor, a: Tensor, keys: Tensor, positions: list[int]
+) -> Tensor:
     """Scores [T, E] of every entry, visible or not."""
     c = net.config
     q = quantised(net, a, f"{at}.indexer.wq_b").view(len(x), c.index_n_heads, c.index_head_dim)
     q = rotate(net, l, q, positions)
     q = index_cache(net, q if net.v41 else hadamard(net, q))
-    weight = bf16(net, plain(net, x, f"{at}.indexer.weights_proj") * c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
+    weight = bf16(
+        net, plain(net, x, f"{at}.indexer.weights_proj") * c.index_head_dim**-0.5 * c.index_n_heads**-0.5
+    )
     scores = torch.zeros(len(x), len(keys), dtype=x.dtype)
     for h in range(c.index_n_heads):
         dot = bf16(net, q[:, h] @ keys.T)
@@ -392,7 +398,7 @@ def restrict(net: Net, seen: int, blocks: list[int]) -> list[int]:
     return [j for j in range(seen) if j // size in blocks]
 
 
-# ---- Engram (3.10) -------------------------------------------------------------------------------------------
+# ---- Engram (3.10) ---------------------------------------------------------------------------------------
 
 
 def is_prime(value: int) -> bool:
@@ -452,7 +458,9 @@ def engram(net: Net, l: int, X: Tensor, ids: list[int], dead: list[bool]) -> Ten
     value = kv[:, c.hc_mult * D :]
     out = X.clone()
     for j in range(c.hc_mult):
-        gate = engram_gate(net, X[:, j], kv[:, j * D : (j + 1) * D], net[f"{name}.q_weight"][j], net[f"{name}.k_weight"][j])
+        gate = engram_gate(
+            net, X[:, j], kv[:, j * D : (j + 1) * D], net[f"{name}.q_weight"][j], net[f"{name}.k_weight"][j]
+        )
         out[:, j] = bf16(net, X[:, j] + gate * value)
     out[torch.tensor(dead)] = X[torch.tensor(dead)]
     return out
@@ -467,21 +475,27 @@ def engram_gate(net: Net, x: Tensor, key: Tensor, q_weight: Tensor, k_weight: Te
     return torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
 
 
-# ---- mixture of experts (3.11) -------------------------------------------------------------------------------
+# ---- mixture of experts (3.11) ---------------------------------------------------------------------------
 
 
-def moe(net: Net, at: str, x: Tensor, ids: list[int], dead: list[bool], k: int, gaps: list[list[float]]) -> Tensor:
+def moe(
+    net: Net, at: str, x: Tensor, ids: list[int], dead: list[bool], k: int, gaps: list[list[float]]
+) -> Tensor:
     c, rows = net.config, []
     scores = F.softplus(x @ net[f"{at}.gate.weight"].T / c.gate_temp).sqrt()
     for t in range(len(x)):
         chosen = choose(net, at, scores[t], ids[t], dead[t], k, gaps[t])
         weights = routing_weights(net, scores[t, chosen])
-        routed = [expert(net, f"{at}.experts.{e}", x[t : t + 1], w) for e, w in zip(chosen, weights, strict=True)]
+        routed = [
+            expert(net, f"{at}.experts.{e}", x[t : t + 1], w) for e, w in zip(chosen, weights, strict=True)
+        ]
         rows.append(bf16(net, sum(routed) + expert(net, f"{at}.shared_experts", x[t : t + 1], 1.0)))
     return torch.cat(rows)
 
 
-def choose(net: Net, at: str, scores: Tensor, token: int, image: bool, k: int, gaps: list[float]) -> list[int]:
+def choose(
+    net: Net, at: str, scores: Tensor, token: int, image: bool, k: int, gaps: list[float]
+) -> list[int]:
     """The experts of one token: by table in V4's first layers, else by biased score."""
     if f"{at}.gate.tid2eid" in net.tensors:
         return net[f"{at}.gate.tid2eid"][token].tolist()
@@ -506,7 +520,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate) * up
 
 
-# ---- the loop (3.14) -----------------------------------------------------------------------------------------
+# ---- the loop (3.14) -------------------------------------------------------------------------------------
 
 
 def forward(net: Net, ids: list[int], *, keep: int | None = None, prompt: int | None = None) -> Run:
@@ -531,15 +545,29 @@ def forward(net: Net, ids: list[int], *, keep: int | None = None, prompt: int | 
             X = engram(net, l, X, ids, dead)
         if net.v41 and l in c.dspark_target_layer_ids:
             taps.append(bf16(net, X.mean(1)))
-        X, p = sublayer(net, f"layers.{l}", "attn", X, p, lambda x, l=l: attention(
-            net, l, x, store, state, run, gaps, floor if l >= net.split() else 0))
-        X, p = sublayer(net, f"layers.{l}", "ffn", X, p, lambda x, l=l: moe(
-            net, f"layers.{l}.ffn", x, ids, dead, c.num_experts_per_tok, gaps))
+        X, p = sublayer(
+            net,
+            f"layers.{l}",
+            "attn",
+            X,
+            p,
+            lambda x, l=l: attention(net, l, x, store, state, run, gaps, floor if l >= net.split() else 0),
+        )
+        X, p = sublayer(
+            net,
+            f"layers.{l}",
+            "ffn",
+            X,
+            p,
+            lambda x, l=l: moe(net, f"layers.{l}.ffn", x, ids, dead, c.num_experts_per_tok, gaps),
+        )
     x = read(net, p if net.v41 else head_weights(net, X), X)
     run.logits = rms(net, x, net["norm.weight"]) @ net["head.weight"].T
     run.gaps = [min(row, default=INFINITY) for row in gaps]
     if taps and "mtp.0.main_proj.weight" in net.tensors:
-        run.main = rms(net, quantised(net, torch.cat(taps, 1), "mtp.0.main_proj"), net["mtp.0.main_norm.weight"])
+        run.main = rms(
+            net, quantised(net, torch.cat(taps, 1), "mtp.0.main_proj"), net["mtp.0.main_norm.weight"]
+        )
     return run
 
 
@@ -574,7 +602,9 @@ def attention(net: Net, l: int, x: Tensor, store, state, run: Run, gaps, floor: 
         if ratio:
             shared = store[net.kv_source(l)][0]
             dense = not net.v41 and l not in c.index_source_layer_ids
-            entries = torch.cat([entries, shared[list(range(visible(t, ratio))) if dense else state["selected"][t]]])
+            entries = torch.cat(
+                [entries, shared[list(range(visible(t, ratio))) if dense else state["selected"][t]]]
+            )
         rows.append(attend(net, Q[t], entries, net[f"{at}.attn_sink"]))
     return output(net, l, at, torch.stack(rows), positions)
 
@@ -591,7 +621,7 @@ def select(net: Net, l: int, scores: list[list[float]], state, run: Run, gaps) -
     return [largest(scores[t], pools[t], c.index_topk, gaps[t]) for t in range(len(scores))]
 
 
-# ---- DSpark (3.13) -------------------------------------------------------------------------------------------
+# ---- DSpark (3.13) ---------------------------------------------------------------------------------------
 
 
 def draft_ring(net: Net, s: int, main: Tensor) -> Tensor:
@@ -611,9 +641,17 @@ def draft(net: Net, main: Tensor, token: int) -> tuple[list[int], Tensor, Tensor
     k = c.dspark_num_experts_per_tok or c.num_experts_per_tok
     stages = c.num_nextn_predict_layers
     for s in range(stages):
-        X, p = sublayer(net, f"mtp.{s}", "attn", X, p, lambda x, s=s: draft_attention(net, s, x, main, positions))
-        X, p = sublayer(net, f"mtp.{s}", "ffn", X, p, lambda x, s=s: moe(
-            net, f"mtp.{s}.ffn", x, ids, [False] * B, k, [[] for _ in ids]))
+        X, p = sublayer(
+            net, f"mtp.{s}", "attn", X, p, lambda x, s=s: draft_attention(net, s, x, main, positions)
+        )
+        X, p = sublayer(
+            net,
+            f"mtp.{s}",
+            "ffn",
+            X,
+            p,
+            lambda x, s=s: moe(net, f"mtp.{s}.ffn", x, ids, [False] * B, k, [[] for _ in ids]),
+        )
     x = read(net, p, X)
     last = f"mtp.{stages - 1}"
     base = rms(net, x, net[f"{last}.norm.weight"]) @ net["head.weight"].T

@@ -45,8 +45,11 @@ def made(tmp_path_factory):
             raw = models.random_v4(int(seed))
             stored = models.released_v4(models.transformers_v4(raw, int(seed)).state_dict())
         else:
-            raw = models.random_v41(int(seed)) if kind == "v41" else json.loads(
-                (PRESETS_DIR / f"{'tiny' if kind == 'calm' else kind}.json").read_text())
+            raw = (
+                models.random_v41(int(seed))
+                if kind == "v41"
+                else json.loads((PRESETS_DIR / f"{'tiny' if kind == 'calm' else kind}.json").read_text())
+            )
             if kind == "calm":  # nothing that a rounding could choose differently
                 raw["text_config"] |= {"index_topk": 64, "candidate_topk_blocks": 20}
             stored = models.draw(models.flat(raw), int(seed or 0), calm=kind == "calm")

@@ -5,6 +5,7 @@ import torch
 
 from dskit.checkpoint import load
 from dskit.engine import pools
+from dskit.engine.llm import LLM
 from dskit.layers.rope import angles
 from dskit.layers.swa import RingPlan
 from dskit.model import Step
@@ -14,7 +15,7 @@ NEAR_TIE = 5e-6
 
 
 def clear_ids(checkpoint, count: int, seed: int) -> tuple[list[int], oracle.Run]:
-    """Random ids for which no choice of entries or experts hangs on float32's last digits, and the oracle's run."""
+    """Random ids for which no choice hangs on the last digits of float32, and the oracle's run of them."""
     for attempt in range(seed, seed + 2000, 100):
         ids = checkpoint.ids(count, attempt)
         run = oracle.forward(checkpoint.net(), ids)
@@ -33,7 +34,7 @@ def in_one_step(model, ids: list[int]) -> torch.Tensor:
     return drive.play(drive.runner(model), [ids], drive.at_once([ids]))[0]
 
 
-# ---- exact numerics ----------------------------------------------------------------------------------------------
+# ---- exact numerics --------------------------------------------------------------------------------------
 
 
 def check_against_oracle(made, name: str, count: int, seed: int = 1) -> None:
@@ -84,14 +85,24 @@ def test_v4_folder_written_by_transformers(made, tmp_path):
     check_equal(in_one_step(load(tmp_path, numerics="exact", device="cpu"), ids), wanted, 1e-4)
 
 
+def test_llm_logits_equal_the_oracle(made):
+    """The same through the front door: submitted, scheduled, cut into chunks of 16 rows."""
+    checkpoint = made("tiny")
+    ids, run = clear_ids(checkpoint, 61, 1)
+    with LLM(checkpoint.folder, device="cpu", numerics="exact", max_num_batched_tokens=16) as llm:
+        check_equal(llm.logits(ids), run.logits, 1e-5)
+
+
 def test_a_candidate_pool_that_covers_everything_changes_nothing(made, tmp_path):
     """Every block kept = no filter; and a filter that binds does change the logits."""
     checkpoint = made("tiny")
     ids = checkpoint.ids(61)
     found = {}
     for blocks, source in ((64, 4), (4, -1), (4, 4)):
-        raw = checkpoint.raw | {"text_config": checkpoint.raw["text_config"] | {
-            "candidate_topk_blocks": blocks, "candidate_source_layer_id": source}}
+        raw = checkpoint.raw | {
+            "text_config": checkpoint.raw["text_config"]
+            | {"candidate_topk_blocks": blocks, "candidate_source_layer_id": source}
+        }
         stored = models.draw(models.flat(raw), 0)
         model = load(models.save(tmp_path / f"{blocks}{source}", raw, stored), numerics="exact", device="cpu")
         found[blocks, source] = in_one_step(model, ids)
@@ -99,11 +110,11 @@ def test_a_candidate_pool_that_covers_everything_changes_nothing(made, tmp_path)
     assert models.relative_rms(found[4, 4], found[4, -1]) > 0.01
 
 
-# ---- release numerics --------------------------------------------------------------------------------------------
+# ---- release numerics ------------------------------------------------------------------------------------
 
 
 def check_bits(made, name: str) -> None:
-    """Most rows of short prompts have the very bits of the oracle; a single rounding in another place changes all.
+    """Most rows of short prompts have the bits of the oracle; one rounding in another place changes them all.
 
     Not every row: a product summed in another order may fall on the other side of a rounding boundary.
     """
@@ -155,11 +166,11 @@ def test_release_numerics_stay_near_exact_ones_often(made, seed):
     check_statistics(made, f"calm-{seed}")
 
 
-# ---- the draft head ----------------------------------------------------------------------------------------------
+# ---- the draft head --------------------------------------------------------------------------------------
 
 
 def draft_step(model, memory, token: int, P: int) -> Step:
-    """Rows [token, noise ...] at positions P .. of one request in slot 1: all see the ring and the whole block."""
+    """Rows [token, noise ...] at positions P ..; all see the ring of slot 1 and all of the block."""
     c, B = model.config, model.config.dspark_block_size
     ring = pools.window_ring(c)
     before = [ring + t % ring for t in range(max(0, P - c.sliding_window), P)]
@@ -177,8 +188,15 @@ def test_draft_equals_the_oracle(made, name):
     ids = checkpoint.ids(P)
     tokens, logits, confidence = oracle.draft(net, oracle.forward(net, ids).main, token=7)
     on = drive.runner(model)
-    on.memory = pools.allocate(model.config, model.numerics, num_blocks=40, block_size=on.block_size, num_slots=1,
-                               device="cpu", drafts=True)
+    on.memory = pools.allocate(
+        model.config,
+        model.numerics,
+        num_blocks=40,
+        block_size=on.block_size,
+        num_slots=1,
+        device="cpu",
+        drafts=True,
+    )
     with torch.inference_mode():
         drive.play(on, [ids], drive.chunks([ids], 8))
         step = draft_step(model, on.memory, 7, P)

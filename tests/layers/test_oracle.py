@@ -1,4 +1,4 @@
-"""The judge judged: the oracle against transformers where V4 shares its parts, and its power to notice mistakes."""
+"""The judge judged: the oracle against transformers where V4 shares its parts, and what it notices."""
 
 import json
 from functools import cache
@@ -46,7 +46,7 @@ def test_float32_equals_float64():
     assert models.relative_rms(narrow, wide) < 3e-6
 
 
-# ---- the test of the tests -------------------------------------------------------------------------------------
+# ---- the test of the tests -------------------------------------------------------------------------------
 
 
 def transposed_mix(write):
@@ -120,14 +120,18 @@ def smallest_scores_chosen(largest):
 def score_without_rectifier(index_scores):
     def wrong(net, l, at, x, a, keys, positions):
         """sum_h w_h (q_h . k) = the rectified score of q minus that of -q."""
-        return index_scores(net, l, at, x, a, keys, positions) - index_scores(net, l, at, x, -a, keys, positions)
+        return index_scores(net, l, at, x, a, keys, positions) - index_scores(
+            net, l, at, x, -a, keys, positions
+        )
 
     return wrong
 
 
 def primes_reused_across_layers(engram_primes):
     def wrong(config):
-        return [engram_primes(models.replaced(config, engram_layer_ids=[l]))[0] for l in config.engram_layer_ids]
+        return [
+            engram_primes(models.replaced(config, engram_layer_ids=[l]))[0] for l in config.engram_layer_ids
+        ]
 
     return wrong
 
@@ -141,7 +145,9 @@ def gate_without_root(engram_gate):
 
 
 def n_grams_across_images(engram_rows):
-    return lambda config, layer, folded, dead, filler: engram_rows(config, layer, folded, [False] * len(dead), filler)
+    return lambda config, layer, folded, dead, filler: engram_rows(
+        config, layer, folded, [False] * len(dead), filler
+    )
 
 
 def unnormalised_routing(routing_weights):
@@ -157,14 +163,29 @@ def gate_and_up_swapped(swiglu):
 
 
 MISTAKES = {
-    "write": transposed_mix, "unrotate": no_inverse_rotation, "read_weights": unshifted_read,
-    "window": window_too_wide, "window ": window_too_narrow, "index_source": index_keys_of_rotated_latents,
-    "starts": entries_at_the_last_token, "visible": own_group_hidden, "frequencies": one_table_for_all_layers,
-    "rotate": leading_channels_rotated, "attend": no_sink, "output": interleaved_groups, "rms": gain_plus_one,
-    "sinkhorn": softmax_for_sinkhorn, "restrict": no_candidate_filter, "largest": smallest_scores_chosen,
-    "index_scores": score_without_rectifier, "engram_primes": primes_reused_across_layers,
-    "engram_gate": gate_without_root, "engram_rows": n_grams_across_images, "routing_weights": unnormalised_routing,
-    "choose": text_bias_for_images, "swiglu": gate_and_up_swapped,
+    "write": transposed_mix,
+    "unrotate": no_inverse_rotation,
+    "read_weights": unshifted_read,
+    "window": window_too_wide,
+    "window ": window_too_narrow,
+    "index_source": index_keys_of_rotated_latents,
+    "starts": entries_at_the_last_token,
+    "visible": own_group_hidden,
+    "frequencies": one_table_for_all_layers,
+    "rotate": leading_channels_rotated,
+    "attend": no_sink,
+    "output": interleaved_groups,
+    "rms": gain_plus_one,
+    "sinkhorn": softmax_for_sinkhorn,
+    "restrict": no_candidate_filter,
+    "largest": smallest_scores_chosen,
+    "index_scores": score_without_rectifier,
+    "engram_primes": primes_reused_across_layers,
+    "engram_gate": gate_without_root,
+    "engram_rows": n_grams_across_images,
+    "routing_weights": unnormalised_routing,
+    "choose": text_bias_for_images,
+    "swiglu": gate_and_up_swapped,
 }
 
 

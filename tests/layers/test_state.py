@@ -1,4 +1,4 @@
-"""State: how a sequence is cut into steps, and with which others it is batched, changes nothing it computes."""
+"""How a sequence is cut into steps, and with which others it is batched, changes nothing that it computes."""
 
 import pytest
 import torch
@@ -66,18 +66,18 @@ MANY = ["tiny", "odd", *[f"v41-{s}" for s in (1, 3, 4, 6, 8, 9, 10, 12)], *[f"v4
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_exact_numerics_do_not_depend_on_the_schedule_often(made, name):
-    for seed in range(100, 400, 100):
+    for seed in (100, 200):
         check_exact(made, name, seed, (5, 61, 1, 90, 33, 17), blocks_of=1 + seed // 100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_release_bits_do_not_depend_on_the_schedule_often(made, name):
-    for seed in range(100, 400, 100):
+    for seed in (100, 200):
         check_bits(made, name, seed, (5, 61, 1, 90, 33, 17), blocks_of=1 + seed // 100)
 
 
-# ---- elementwise functions ---------------------------------------------------------------------------------------
+# ---- elementwise functions -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", ["sigmoid", "softplus"])
@@ -91,7 +91,7 @@ def test_steady_functions_give_an_element_the_same_bits_anywhere(function):
     torch.testing.assert_close(whole, steady(x.double(), False).float(), rtol=1e-6, atol=1e-37)
 
 
-# ---- bounded replay ----------------------------------------------------------------------------------------------
+# ---- bounded replay --------------------------------------------------------------------------------------
 
 
 def least_keep(config) -> int:
@@ -111,7 +111,7 @@ def test_replay_equals_the_full_pass_when_nothing_is_dropped(made, mode):
 
 @pytest.mark.parametrize(("name", "mode"), [("tiny", "mask"), ("tiny", "compact"), ("odd", "compact")])
 def test_replay_equals_its_oracle_and_goes_on_decoding(made, name, mode):
-    """The last rows of a sequence are decoded after a shorter prompt; they too see no window entry before its tail."""
+    """Rows decoded after the prompt see no window entry before its tail either."""
     checkpoint = made(name)
     model = checkpoint.load()
     keep, prompt, T = least_keep(model.config), 40, 52
@@ -123,7 +123,9 @@ def test_replay_equals_its_oracle_and_goes_on_decoding(made, name, mode):
         found = drive.play(on, [ids], schedule, prompt_lens=[prompt])[0][-len(wanted) :]
         assert models.relative_rms(found, wanted) < 1e-5
     off = oracle.forward(checkpoint.net(), ids).logits[prompt - keep :]
-    assert models.relative_rms(wanted, off) > 0.01  # bounded replay is an approximation, and this case shows it
+    assert (
+        models.relative_rms(wanted, off) > 0.01
+    )  # bounded replay is an approximation, and this case shows it
 
 
 def test_mask_and_compact_agree_bit_for_bit(made):
@@ -132,16 +134,20 @@ def test_mask_and_compact_agree_bit_for_bit(made):
     prompts, keep = prompts_of(checkpoint), least_keep(model.config)
     masked, compact = (
         drive.play(drive.runner(model, replay=mode, keep=keep), prompts, drive.chunks(prompts, 11))
-        for mode in ("mask", "compact"))
+        for mode in ("mask", "compact")
+    )
     for one, other in zip(masked, compact, strict=True):
         assert torch.equal(one[-len(other) :], other)
 
 
-@pytest.mark.parametrize(("name", "settings", "says"), [
-    ("v4-5", {"replay": "compact"}, "no decoder layers"),
-    ("tiny", {"replay": "compact", "keep": 10}, "keep_tokens is 10"),
-    ("tiny", {"replay": "some"}, "choose off, mask or compact"),
-])
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("v4-5", {"replay": "compact"}, "no decoder layers"),
+        ("tiny", {"replay": "compact", "keep": 10}, "keep_tokens is 10"),
+        ("tiny", {"replay": "some"}, "choose off, mask or compact"),
+    ],
+)
 def test_replay_that_no_model_can_serve_is_refused(made, name, settings, says):
     with pytest.raises(ValueError, match=says):
         drive.runner(made(name).load(), **settings)

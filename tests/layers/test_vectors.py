@@ -17,11 +17,12 @@ PATTERN = torch.tensor([0.1, -0.2, 0.3, 1.0]).repeat(16)
 
 
 def close(found, wanted, **tolerance) -> None:
-    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float32),
-                               torch.as_tensor(wanted, dtype=torch.float32), **tolerance)
+    torch.testing.assert_close(
+        torch.as_tensor(found, dtype=torch.float32), torch.as_tensor(wanted, dtype=torch.float32), **tolerance
+    )
 
 
-# ---- A.1, A.2: narrow numbers --------------------------------------------------------------------------------
+# ---- A.1, A.2: narrow numbers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("e2m1", [linear.e2m1, oracle.e2m1], ids=["layer", "oracle"])
@@ -45,7 +46,9 @@ def test_quantise_and_restore(fmt):
     wanted = torch.tensor(GROUPS[fmt]).repeat(16)
     assert torch.equal(linear.quantize(PATTERN, fmt, torch.float32), wanted)
     assert torch.equal(linear.quantize(PATTERN, fmt, torch.bfloat16).float(), wanted)  # exact in bf16
-    assert torch.equal({"fp4_16": oracle.fq4_16, "fp4_32": oracle.fq4_32, "fp8_32": oracle.fq8}[fmt](PATTERN), wanted)
+    assert torch.equal(
+        {"fp4_16": oracle.fq4_16, "fp4_32": oracle.fq4_32, "fp8_32": oracle.fq8}[fmt](PATTERN), wanted
+    )
 
 
 def test_fp4_16_scales_are_e4m3():
@@ -68,15 +71,21 @@ def test_layer_and_oracle_round_alike(fmt):
     v = torch.randn(64, 4 * 128 + 48) * torch.pow(2.0, torch.randint(-30, 10, (64, 4 * 128 + 48)))
     v[3] = 0
     size = int(fmt.split("_")[1])
-    wanted = {"fp8": lambda x: oracle.fq8(x, size), "fp4": oracle.fq4_32 if size == 32 else oracle.fq4_16}[fmt[:3]](v)
+    wanted = {"fp8": lambda x: oracle.fq8(x, size), "fp4": oracle.fq4_32 if size == 32 else oracle.fq4_16}[
+        fmt[:3]
+    ](v)
     assert torch.equal(linear.quantize(v, fmt, torch.float32), wanted)
 
 
-# ---- A.3: mHC ------------------------------------------------------------------------------------------------
+# ---- A.3: mHC --------------------------------------------------------------------------------------------
 
 B = [[2, 0, -1, 0.5], [0, 1, 0, 0], [-2, 0, 3, 0], [1, 1, 0, -1]]
-C = [[0.533430, 0.091287, 0.021018, 0.354264], [0.121877, 0.418918, 0.096453, 0.362752],
-     [0.006677, 0.062378, 0.784118, 0.146826], [0.338015, 0.427417, 0.098410, 0.136158]]
+C = [
+    [0.533430, 0.091287, 0.021018, 0.354264],
+    [0.121877, 0.418918, 0.096453, 0.362752],
+    [0.006677, 0.062378, 0.784118, 0.146826],
+    [0.338015, 0.427417, 0.098410, 0.136158],
+]
 
 
 @pytest.mark.parametrize("sinkhorn", [mhc.sinkhorn, oracle.sinkhorn], ids=["layer", "oracle"])
@@ -85,7 +94,7 @@ def test_sinkhorn(sinkhorn):
 
 
 def test_mixes():
-    """A state whose projection is exactly the given inputs: one channel of size 1, so that the statistic is 1."""
+    """A state whose projection gives just these inputs: one channel of size 1 makes the statistic 1."""
     inputs = torch.tensor([1.0, 0, 0, 0, 0, -1, 0, 0, *[v for row in B for v in row]])
     X = torch.ones(1, 4, 1)
     fn = inputs[:, None].expand(24, 4) / 4
@@ -102,10 +111,17 @@ def test_write_sums_over_the_first_index_of_the_mix():
     close(mhc.write(y, X, q, mix, torch.float32)[0], wanted)
 
 
-# ---- A.4: rotary ---------------------------------------------------------------------------------------------
+# ---- A.4: rotary -----------------------------------------------------------------------------------------
 
-YARN = {0: 1, 15: 3.635538509e-3, 16: 2.265624935e-3, 20: 2.96977785e-4, 24: 1.9531253e-5, 25: 5.372312e-6,
-        31: 5.68053e-7}
+YARN = {
+    0: 1,
+    15: 3.635538509e-3,
+    16: 2.265624935e-3,
+    20: 2.96977785e-4,
+    24: 1.9531253e-5,
+    25: 5.372312e-6,
+    31: 5.68053e-7,
+}
 PLAIN = {1: 0.749894202, 16: 0.01, 31: 1.3335215e-4}
 
 
@@ -118,7 +134,7 @@ def test_rotary_frequencies(compressed, wanted):
         close(table[list(wanted)], list(wanted.values()), rtol=1e-6, atol=0)
 
 
-# ---- A.5: router ---------------------------------------------------------------------------------------------
+# ---- A.5: router -----------------------------------------------------------------------------------------
 
 
 def test_router_scores():
@@ -129,7 +145,7 @@ def test_router_scores():
     close(weight[0].flip(0), wanted, rtol=1e-6, atol=0)
 
 
-# ---- A.6, A.7: n-gram hashes ---------------------------------------------------------------------------------
+# ---- A.6, A.7: n-gram hashes -----------------------------------------------------------------------------
 
 DEAD = -1
 
@@ -157,8 +173,13 @@ def layer_rows(config, layer: int, folded: list[int], filler: int) -> torch.Tens
 def small() -> ModelConfig:
     """The config of A.6; table sizes are the sums of its primes."""
     return preset("tiny").replace(
-        engram_layer_ids=(0, 3), engram_vocab_size=64, engram_max_ngram_size=3, engram_n_heads=2,
-        engram_num_embeddings=(67 + 71 + 73 + 79, 83 + 89 + 97 + 101), engram_compressed_vocab_size=50)
+        engram_layer_ids=(0, 3),
+        engram_vocab_size=64,
+        engram_max_ngram_size=3,
+        engram_n_heads=2,
+        engram_num_embeddings=(67 + 71 + 73 + 79, 83 + 89 + 97 + 101),
+        engram_compressed_vocab_size=50,
+    )
 
 
 def test_primes_of_the_small_config():
@@ -167,11 +188,29 @@ def test_primes_of_the_small_config():
 
 
 def test_multipliers():
-    assert engram.multipliers(small(), 0).tolist() == [117498692307770743, 49766864632892517, 7558281098489961]
-    assert engram.multipliers(small(), 3).tolist() == [54554062212587201, 161835550649018353, 21558319152623205]
+    assert engram.multipliers(small(), 0).tolist() == [
+        117498692307770743,
+        49766864632892517,
+        7558281098489961,
+    ]
+    assert engram.multipliers(small(), 3).tolist() == [
+        54554062212587201,
+        161835550649018353,
+        21558319152623205,
+    ]
     release = SimpleNamespace(engram_compressed_vocab_size=99092, engram_max_ngram_size=4)
-    assert engram.multipliers(release, 1).tolist() == [76632096046245, 4839876093313, 35959672319349, 73987337458391]
-    assert engram.multipliers(release, 14).tolist() == [67716810739261, 51510806800915, 30921347202721, 82619226485591]
+    assert engram.multipliers(release, 1).tolist() == [
+        76632096046245,
+        4839876093313,
+        35959672319349,
+        73987337458391,
+    ]
+    assert engram.multipliers(release, 14).tolist() == [
+        67716810739261,
+        51510806800915,
+        30921347202721,
+        82619226485591,
+    ]
 
 
 SMALL_ROWS = {
@@ -182,7 +221,7 @@ SMALL_ROWS = {
 
 @pytest.mark.parametrize("layer", [0, 3])
 def test_hash_of_the_small_config(layer):
-    """The fourth position is an image token: its own row is never used, so the list treats its id as the filler."""
+    """The fourth position is an image token; its own row is never used, and listed with its id as filler."""
     found = layer_rows(small(), layer, [1, 2, 3, DEAD, 4], 2)
     assert found.tolist() == SMALL_ROWS[layer]
     dead = [False, False, False, True, False]
@@ -190,24 +229,32 @@ def test_hash_of_the_small_config(layer):
 
 
 RELEASE_PRIMES = {
-    0: ((16000057, 16000079, 16000081, 16000097, 16000121, 16000129, 16000133, 16000183),
+    0: (
+        (16000057, 16000079, 16000081, 16000097, 16000121, 16000129, 16000133, 16000183),
         (16000189, 16000207, 16000211, 16000253, 16000277, 16000289, 16000307, 16000321),
-        (16000339, 16000381, 16000393, 16000399, 16000403, 16000409, 16000447, 16000463)),
-    1: ((16000477, 16000487, 16000499, 16000507, 16000511, 16000573, 16000609, 16000627),
+        (16000339, 16000381, 16000393, 16000399, 16000403, 16000409, 16000447, 16000463),
+    ),
+    1: (
+        (16000477, 16000487, 16000499, 16000507, 16000511, 16000573, 16000609, 16000627),
         (16000667, 16000669, 16000693, 16000697, 16000711, 16000729, 16000759, 16000769),
-        (16000781, 16000799, 16000813, 16000819, 16000841, 16000877, 16000879, 16000889)),
+        (16000781, 16000799, 16000813, 16000819, 16000841, 16000877, 16000879, 16000889),
+    ),
 }
 RELEASE_ROWS = {
-    1: {0: [8939594, 121427189, 128454377, 241631034, 263018334, 373889199],
+    1: {
+        0: [8939594, 121427189, 128454377, 241631034, 263018334, 373889199],
         1: [9314804, 121408812, 137419150, 246120556, 258585581, 368548801],
         3: [2008568, 125647891, 134138602, 253556857, 264495124, 370110214],
         4: [13131409, 115341818, 135168683, 252870089, 263344940, 369255912],
-        6: [6526173, 124740676, 139294487, 246964813, 261950276, 383676317]},
-    14: {0: [11595187, 119551817, 142795052, 240801687, 256183825, 371414676],
-         1: [8484457, 119883674, 132049061, 247013490, 270569545, 376225741],
-         3: [10569928, 118275352, 141663274, 245765119, 264810417, 372021888],
-         4: [3275938, 121693602, 135666223, 251558928, 259143510, 370579897],
-         6: [10320148, 125259555, 133194214, 254372650, 271527919, 380731833]},
+        6: [6526173, 124740676, 139294487, 246964813, 261950276, 383676317],
+    },
+    14: {
+        0: [11595187, 119551817, 142795052, 240801687, 256183825, 371414676],
+        1: [8484457, 119883674, 132049061, 247013490, 270569545, 376225741],
+        3: [10569928, 118275352, 141663274, 245765119, 264810417, 372021888],
+        4: [3275938, 121693602, 135666223, 251558928, 259143510, 370579897],
+        6: [10320148, 125259555, 133194214, 254372650, 271527919, 380731833],
+    },
 }
 
 
@@ -224,11 +271,11 @@ def test_hash_of_the_release(layer):
         assert found[t, [0, 7, 8, 15, 16, 23]].tolist() == row
 
 
-# ---- 3.10.1: the folding ---------------------------------------------------------------------------------------
+# ---- 3.10.1: the folding ---------------------------------------------------------------------------------
 
 
 def fold(text: str) -> str:
-    """NFKC, NFD, no combining marks, lower case, one space for a run of white space; a lone space survives."""
+    """NFKC, NFD, no combining marks, lower case, one space for any white space; a lone space survives."""
     text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     text = "".join(c for c in text if unicodedata.category(c) != "Mn").lower()
     text = re.sub(r"[ \t\r\n]+", " ", text)
