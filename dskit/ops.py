@@ -171,9 +171,10 @@ def _add_rules(wanted: dict[str, str], phases: tuple[str, ...], decided_by: str)
     for target, choice in wanted.items():
         if target != "*" and target not in groups and target not in _OPS:
             raise UnknownOp(_no_such("op or group", target, [*groups, *_OPS]))
-        if choice not in CHOICES:
-            near = difflib.get_close_matches(choice, CHOICES, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(CHOICES)}"
+        names = sorted({*CHOICES, *(name for o in _OPS.values() for name in o.implementations)})
+        if choice not in names:
+            near = difflib.get_close_matches(choice, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(names)}"
             raise UnknownImplementation(f"no implementation is called {choice!r}{hint}")
         if choice not in ("torch", "auto") and target != "*":
             for o in _matching(target):

@@ -53,7 +53,8 @@ def scores(q_BQXY: Tensor, weight_BQX: Tensor, key_BSY: Tensor, row_tile: int | 
     S = key_BSY.shape[1]
     tile = row_tile or 1
     key = F.pad(key_BSY, (0, 0, 0, -S % tile)).to(wide)
-    step = max(1, SCORE_ELEMENTS // max(1, B * X * key.shape[1]))
+    held = SCORE_ELEMENTS * (16 if key.is_cuda else 1)
+    step = max(1, held // max(1, B * X * key.shape[1]))
     parts = []
     for q, weight in zip(q_BQXY.to(wide).split(step, dim=1), weight_BQX.split(step, dim=1), strict=True):
         if row_tile is None:

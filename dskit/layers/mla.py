@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dskit import ops
@@ -88,32 +89,18 @@ def _softmax_parts(z: Tensor, sink_A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @ops.op("mla.attend_whole")
-def attend_whole(q_BTAH: Tensor, window_BTH: Tensor, band: Tensor, entries_BSH: Tensor | None,
-                 seen_BTS: Tensor | None, sink_A: Tensor, dtype: torch.dtype, probe: Tensor | None = None
-                 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` for whole sequences at once, as training needs it: dense over entries, masks in place of indices.
+def attend_whole(q_BTAH: Tensor, key_BSH: Tensor, bias_BTS: Tensor, sink_A: Tensor) -> Tensor:
+    """`attend` for whole sequences at once, as training needs it: dense, with masks in place of indices.
 
-    T must be a multiple of the window W. band [B, T, 2W]: which of the tokens of the row's block of W and the block
-    before it are seen; seen [B, T, S]. -> (o [B, T, A, H], mean probability over heads [B, T, S]).
+    The last 8 of the S keys are no entries but zeros: the first of them is the sink, whose logit comes in through a
+    channel of its own. bias: 0 where a row sees a key (and the sink), -inf elsewhere. -> [B, T, A, H].
     """
-    T, A, H = q_BTAH.shape[1:]
-    W = band.shape[-1] // 2
-    query, block = up(q_BTAH), up(window_BTH).unflatten(1, (-1, W))
-    near = torch.cat((torch.cat((torch.zeros_like(block[:, :1]), block[:, :-1]), dim=1), block), dim=2)
-    z = query.unflatten(1, (-1, W)).flatten(2, 3) @ near.transpose(-1, -2)  # [B, T/W, W*A, 2W]
-    z = z.unflatten(2, (W, A)).flatten(1, 2).masked_fill(~band[:, :, None], float("-inf"))
-    if entries_BSH is not None:
-        far = (query.flatten(1, 2) @ up(entries_BSH).transpose(1, 2)).unflatten(1, (T, A))
-        z = torch.cat((z, far.masked_fill(~seen_BTS[:, :, None], float("-inf"))), dim=-1)
-    weight, total = _softmax_parts(z * H**-0.5, sink_A)
-    share = weight.to(dtype).to(z.dtype)
-    out = (share[..., : 2 * W].unflatten(1, (-1, W)).flatten(2, 3) @ near).unflatten(2, (W, A)).flatten(1, 2)
-    if entries_BSH is not None:
-        out = out + (share[..., 2 * W :].flatten(1, 2) @ up(entries_BSH)).unflatten(1, (T, A))
-    if probe is None:
-        return (out / total).to(dtype), None
-    given = (weight[:, probe, :, 2 * W :] / total[:, probe]).detach().mean(dim=2)
-    return (out / total).to(dtype), given
+    B, T, A, H = q_BTAH.shape
+    q = torch.cat((q_BTAH, q_BTAH.new_ones(B, T, A, 1), q_BTAH.new_zeros(B, T, A, 7)), dim=-1)
+    logit = F.pad((sink_A * H**0.5).to(q.dtype)[:, None, None], (0, 7, key_BSH.shape[1] - 8, 7))
+    key = torch.cat((key_BSH[:, None].expand(-1, A, -1, -1), logit.expand(B, -1, -1, -1)), dim=-1)
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), key, key, attn_mask=bias_BTS[:, None], scale=H**-0.5)
+    return o[..., :H].transpose(1, 2)
 
 
 @ops.op("mla.project")
@@ -123,7 +110,7 @@ def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype, row_
     w_GXO = weight.unflatten(0, (groups, -1)).transpose(1, 2)
     T = o_GTX.shape[1]
     if row_tile is not None:
-        o_GTX = nn.functional.pad(o_GTX, (0, 0, 0, -T % row_tile))
+        o_GTX = F.pad(o_GTX, (0, 0, 0, -T % row_tile))
         tiles = [tile @ w_GXO for tile in o_GTX.split(row_tile, dim=1)]
         y_GTO = torch.cat(tiles, dim=1)[:, :T] if tiles else o_GTX.new_empty(groups, 0, w_GXO.shape[-1])
     else:
@@ -248,4 +235,4 @@ def _rows(segments: list[Segment], picked: list[Tensor]) -> Tensor:
             chosen = torch.where(chosen < 0, -1, table.gather(2, chosen.clamp(0, seg.table.shape[1] - 1)))
         rows.append(chosen.flatten(0, 1))
     width = max(r.shape[1] for r in rows)
-    return torch.cat([nn.functional.pad(r, (0, width - r.shape[1]), value=-1) for r in rows])
+    return torch.cat([F.pad(r, (0, width - r.shape[1]), value=-1) for r in rows])

@@ -59,7 +59,8 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, w13: Experts, w2: 
     sees its own, and the results return to slot order."""
     T, J = topk_TJ.shape
     order = topk_TJ.flatten().argsort(stable=True)
-    counts = torch.bincount(topk_TJ.flatten(), minlength=w13.experts).tolist()
+    counts = torch.zeros(w13.experts, dtype=torch.int64, device=order.device)
+    counts.scatter_add_(0, topk_TJ.flatten(), torch.ones_like(order))
     hidden = each_expert(x_TD[order // J], w13, counts, numerics.dtype)
     gate, linear = hidden.chunk(2, dim=-1)
     hidden = swiglu(gate, linear, weight_TJ.flatten()[order, None], limit, numerics.dtype, numerics.steady)
@@ -69,10 +70,10 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, w13: Experts, w2: 
 
 
 @ops.op("moe.each_expert")
-def each_expert(x_RK: Tensor, weight: Experts, counts: list[int], dtype: torch.dtype) -> Tensor:
+def each_expert(x_RK: Tensor, weight: Experts, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows sorted by expert, counts[e] of them for expert e -> [R, N] of `dtype`."""
     tile = weight.numerics.row_tile
-    parts = [matmul(x, weight.dense(e), dtype, tile) for e, x in enumerate(x_RK.split(counts)) if len(x)]
+    parts = [matmul(x, weight.dense(e), dtype, tile) for e, x in enumerate(x_RK.split(counts.tolist())) if len(x)]
     return torch.cat(parts) if parts else x_RK.new_empty(0, weight.out_features, dtype=dtype)
 
 

@@ -37,9 +37,15 @@ from dskit.train.skills import Item, sample
 
 __all__ = ["MIX", "Batch", "Item", "batch", "batches", "encode", "sample"]
 
-# Conversations per hundred, not tokens: a recall conversation is twenty times as long as a definition.
-MIX = {"define": 46.0, "arithmetic": 20.0, "tools": 11.0, "recall": 6.0, "json": 10.0}
-MIX |= {"greet": 2.0, "about": 2.0, "decline": 3.0}
+# Conversations per hundred (not tokens: a recall conversation is twenty times as long as a definition), by the longest
+# row that they are for: short rows hold what is short, long rows mostly recall.
+MIXES = {
+    512: {"define": 52.0, "arithmetic": 26.0, "json": 12.0, "greet": 3.0, "about": 3.0, "decline": 4.0},
+    1024: {"define": 34.0, "arithmetic": 14.0, "tools": 28.0, "recall": 8.0, "json": 10.0, "greet": 2.0, "about": 2.0,
+           "decline": 3.0},
+    4096: {"define": 20.0, "arithmetic": 5.0, "tools": 10.0, "recall": 55.0, "json": 5.0, "decline": 2.0},
+}  # fmt: skip
+MIX = MIXES[1024]
 LONGEST, SHORTEST = 3700, 150  # tokens of a recall conversation
 
 
@@ -51,6 +57,11 @@ class Batch:
     ids: np.ndarray
     loss: np.ndarray
     doc_start: np.ndarray
+
+
+def mix_for(seq_len: int) -> dict[str, float]:
+    """The mix of skills for rows of this length."""
+    return MIXES[max((length for length in MIXES if length <= seq_len), default=min(MIXES))]
 
 
 def encode(item: Item, tokenizer: chat.Tokenizer) -> tuple[list[int], list[bool]]:

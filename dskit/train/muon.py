@@ -35,7 +35,7 @@ def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay."""
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
+    def __init__(self, params, lr: float | Tensor, momentum: float = 0.95, weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         flat = [p for group in self.param_groups for p in group["params"] if p.dim() < 2]
         if flat:
@@ -53,8 +53,9 @@ class Muon(torch.optim.Optimizer):
                 updates = orthogonalise(torch.cat([self._momentum(p, group["momentum"]).reshape(-1, rows, cols)
                                                    for p in params]))
                 scale = -group["lr"] * 0.2 * max(rows, cols) ** 0.5
+                keep = 1 - group["lr"] * group["weight_decay"]
                 for p, update in zip(params, updates.split([p.numel() // (rows * cols) for p in params]), strict=True):
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view_as(p), alpha=scale)
+                    p.mul_(keep).add_(update.view_as(p) * scale)
 
     def _momentum(self, p: Tensor, beta: float) -> Tensor:
         buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))

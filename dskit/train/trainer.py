@@ -22,10 +22,11 @@ Try: dskit train demo --steps 50 --out runs/try
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -65,8 +66,8 @@ class Recipe:
     decay_from: float = 0.5
     sparse_from: float = 0.5
     round_from: float = 0.5
-    shapes: tuple[tuple[int, int, int], ...] = ((1024, 64, 3), (4096, 12, 1))
-    probes: int = 128
+    shapes: tuple[tuple[int, int, int], ...] = ((512, 128, 5), (1024, 64, 3), (4096, 16, 2))
+    probes: int = 32
     index_weight: float = 0.3
     prompt_weight: float = 0.05
     balance: float = 2e-3
@@ -98,6 +99,12 @@ class Trainer:
         self.model = self._model()
         self.masters = dict(self.model.named_parameters())
         self.optimizers = self._optimizers()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"].to(self.device)
+        self.balance_rate = torch.zeros((), device=self.device)
+        self.graphs: dict[tuple, StepGraph] = {}
+        self.seen_keys: dict[tuple, int] = {}
         fold = folding(self.config, tokenizer._full) if self.config.engram_layer_ids else None
         self.folding = None if fold is None else torch.from_numpy(fold).to(self.device)
         if fold is None:
@@ -125,7 +132,7 @@ class Trainer:
             trained = parameter.is_floating_point() and not name.endswith((".bias", ".bias_vl"))
             owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             setattr(owner, leaf, nn.Parameter(value, requires_grad=trained))
-        return model
+        return model.to(self.device)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         def matrix(name: str) -> bool:
@@ -134,12 +141,14 @@ class Trainer:
 
         trained = {n: p for n, p in self.masters.items() if p.requires_grad}
         rest = [p for n, p in trained.items() if not matrix(n)]
-        return [Muon([p for n, p in trained.items() if matrix(n)], lr=self.recipe.lr, weight_decay=0.01),
-                torch.optim.AdamW(rest, lr=self.recipe.lr_adam, betas=(0.9, 0.98), eps=1e-10, weight_decay=0.0,
-                                  fused=self.device.type == "cuda")]
+        on_gpu = self.device.type == "cuda"
+        return [Muon([p for n, p in trained.items() if matrix(n)], lr=torch.tensor(self.recipe.lr), weight_decay=0.01),
+                torch.optim.AdamW(rest, lr=torch.tensor(self.recipe.lr_adam), betas=(0.9, 0.98), eps=1e-10,
+                                  weight_decay=0.0, fused=on_gpu, capturable=on_gpu)]
 
     def _count(self, name: str, gate: Gate, topk: Tensor) -> None:
-        self.loads[name] = torch.bincount(topk.flatten(), minlength=gate.weight.shape[0]).float()
+        zeros = torch.zeros(gate.weight.shape[0], device=topk.device)
+        self.loads[name] = zeros.scatter_add_(0, topk.flatten(), torch.ones_like(topk.flatten(), dtype=zeros.dtype))
 
     # ---- one step -------------------------------------------------------------------------------------------
 
@@ -149,10 +158,9 @@ class Trainer:
         return {name: stored(self.model.get_submodule(name.rpartition(".")[0]), name, p, rounded, compute)
                 for name, p in self.masters.items()}
 
-    def loss(self, batch: data.Batch, rounded: bool, sparse: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch and what is logged of it."""
-        ids, start, said = (torch.from_numpy(a).to(self.device, non_blocking=True).long()
-                            for a in (batch.ids, batch.doc_start, batch.loss))
+    def loss(self, ids: Tensor, start: Tensor, said: Tensor, rounded: bool, sparse: bool
+             ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch (ids, doc_start, is the next token an answer's: [B, T]) and what is logged of it."""
         step = whole_step(self.model, self.folding, ids, start, sparse=sparse, probes=self.recipe.probes)
         logits = torch.func.functional_call(self.model, self.weights(rounded), (step, Memory()))
         target, weight, hit = self._targets(ids, start, said)
@@ -172,8 +180,8 @@ class Trainer:
         target = ids.roll(-1, dims=1)
         within = (start.roll(-1, dims=1) == start) & (target != self.tokenizer.pad_id)
         within[:, -1] = False
-        weight = torch.where(said > 0, 1.0, self.recipe.prompt_weight * within)
-        return target.flatten(), weight.flatten(), said.flatten() > 0
+        weight = torch.where(said, 1.0, self.recipe.prompt_weight * within)
+        return target.flatten(), weight.flatten(), said.flatten()
 
     def rate(self) -> float:
         """The learning rate as a share of its peak: warm-up, plateau, straight down to zero."""
@@ -182,23 +190,40 @@ class Trainer:
         return min(1.0, (self.step + 1) / self.recipe.warmup, max(falling, 0.0))
 
     def update(self, batch: data.Batch) -> dict[str, Tensor]:
-        """Forward, backward, optimise, balance the routers."""
+        """Forward, backward, optimise, balance the routers; on a GPU from the third time on as one CUDA graph."""
         share = self.step / self.recipe.steps
         rounded = share >= self.recipe.round_from and "rounding" not in self.recipe.disable
         sparse = share >= self.recipe.sparse_from and "sparse" not in self.recipe.disable
         self._set_numerics(rounded)
-        loss, logs = self.loss(batch, rounded, sparse)
+        self._set_rates()
+        tensors = [torch.from_numpy(a).to(self.device) for a in (batch.ids, batch.doc_start, batch.loss)]
+        key = (*batch.ids.shape, rounded, sparse)
+        if self.device.type == "cuda" and key not in self.graphs:
+            self.seen_keys[key] = self.seen_keys.get(key, 0) + 1
+            if self.seen_keys[key] > 2:
+                self.graphs[key] = StepGraph(lambda *t: self._update(*t, rounded, sparse), tensors)
+        logs = self.graphs[key](tensors) if key in self.graphs else self._update(*tensors, rounded, sparse)
+        self.step += 1
+        return logs
+
+    def _update(self, ids: Tensor, doc_start: Tensor, said: Tensor, rounded: bool, sparse: bool) -> dict[str, Tensor]:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss, logs = self.loss(ids.long(), doc_start.long(), said, rounded, sparse)
         loss.backward()
         trained = [p for p in self.masters.values() if p.grad is not None]
         logs["grad_norm"] = nn.utils.clip_grad_norm_(trained, 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        logs["load"] = self._balance()
+        return {k: v.detach() for k, v in logs.items()}
+
+    def _set_rates(self) -> None:
+        """Rates are tensors, so that a captured graph reads what is set here."""
         for optimizer, peak in zip(self.optimizers, (self.recipe.lr, self.recipe.lr_adam), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = peak * self.rate()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        logs["load"] = self._balance()
-        self.step += 1
-        return logs
+                group["lr"].fill_(peak * self.rate())
+        self.balance_rate.fill_(self.recipe.balance * self.rate())
 
     def _set_numerics(self, rounded: bool) -> None:
         if self.model.numerics.release != rounded:
@@ -213,21 +238,21 @@ class Trainer:
         for name, load in self.loads.items():
             skew.append(load.max() / load.mean())
             if "balance" not in self.recipe.disable:
-                self.masters[f"{name}.bias"].add_((load.mean() - load).sign(), alpha=self.recipe.balance * self.rate())
+                self.masters[f"{name}.bias"].add_((load.mean() - load).sign() * self.balance_rate)
         return torch.stack(skew).mean()
 
     # ---- the run --------------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[data.Batch]:
         """Batches of the recipe's shapes in a fixed rotation, from the current step on."""
-        turn = [i for i, shape in enumerate(self.recipe.shapes) for _ in range(shape[2])]
-        turn = sorted(range(len(turn)), key=lambda i: (i * 7919) % len(turn)) and turn
+        turn = sorted((k / shape[2], i) for i, shape in enumerate(self.recipe.shapes) for k in range(shape[2]))
+        turn = [i for _, i in turn]
         done = [sum(turn[s % len(turn)] == i for s in range(self.step)) for i in range(len(self.recipe.shapes))]
         streams = []
         for i, (seq_len, rows, weight) in enumerate(self.recipe.shapes):
             share = seq_len * rows * weight / sum(s * r * w for s, r, w in self.recipe.shapes)
-            streams.append(data.batches(self.tokenizer, self.recipe.seed * 1000 + i, seq_len, rows, start=done[i],
-                                        workers=math.ceil(self.workers * share)))
+            streams.append(data.batches(self.tokenizer, self.recipe.seed * 1000 + i, seq_len, rows,
+                                        data.mix_for(seq_len), start=done[i], workers=math.ceil(self.workers * share)))
         step = self.step
         while True:
             yield next(streams[turn[step % len(turn)]])
@@ -275,6 +300,43 @@ class Trainer:
             if (PRESETS_DIR / "demo" / name).exists():
                 shutil.copyfile(PRESETS_DIR / "demo" / name, folder / name)
         return folder
+
+
+class StepGraph:
+    """A training step captured once and replayed: thousands of launches become one."""
+
+    def __init__(self, update: Callable[..., dict[str, Tensor]], inputs: list[Tensor]):
+        self.inputs = [t.clone() for t in inputs]
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph, pool=_pool()):
+            self.logs = update(*self.inputs)
+
+    def __call__(self, inputs: list[Tensor]) -> dict[str, Tensor]:
+        """Run one step on new inputs of the captured shapes."""
+        for held, new in zip(self.inputs, inputs, strict=True):
+            held.copy_(new)
+        self.graph.replay()
+        return {k: v.clone() for k, v in self.logs.items()}
+
+
+@functools.cache
+def _pool():
+    """All captured steps share their scratch memory: one runs at a time."""
+    return torch.cuda.graph_pool_handle()
+
+
+@ops.implement("moe.each_expert", "grouped", grad=True)
+def each_expert_grouped(x_RK: Tensor, weight: Experts, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """All experts in one grouped product, without asking the device for the counts (bfloat16, sm_90)."""
+    ends = counts.cumsum(0).to(torch.int32)
+    return torch._grouped_mm(x_RK, weight.dense().transpose(1, 2), offs=ends).to(dtype)
+
+
+def fast_kernels() -> dict[str, str]:
+    """What training runs on a GPU: grouped experts, and small formulas compiled."""
+    compiled = ("mhc.mixes", "mhc.read", "mhc.write", "linear.quantize", "rope.rotate", "norm.rms", "moe.swiglu")
+    return {"moe.each_expert": "grouped"} | dict.fromkeys(compiled, "compile")
 
 
 def initial(name: str, p: Tensor, config: ModelConfig) -> Tensor:
@@ -399,7 +461,11 @@ def main(args) -> int:
     recipe = Recipe(steps=args.steps or Recipe.steps, lr=args.lr or Recipe.lr, lr_adam=args.lr or Recipe.lr_adam,
                     seed=args.seed, shapes=shapes, disable=tuple(p for p in args.disable.split(",") if p))
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if getattr(args, "kernels", None):
+    if device.startswith("cuda"):
+        torch._dynamo.config.automatic_dynamic_shapes = False  # few shapes, each worth its own code
+        torch._dynamo.config.recompile_limit = 64
+        ops.use(fast_kernels())
+    if args.kernels:
         ops.use(ops.read_words(args.kernels))
     workers = max(0, (torch.multiprocessing.cpu_count() or 2) - 2)
     trainer = Trainer(preset("demo"), chat.Tokenizer(PRESETS_DIR / "demo"), recipe, Path(args.out), device, workers)

@@ -1,9 +1,9 @@
 """Whole sequences at once: the Step of a training batch, and attention over it without caches.
 
 Idea: a batch holds rows of packed conversations. Positions, n-grams and visibility restart with each conversation,
-so that what is learned is what serving computes. Attention is dense with masks here (mla.attend_whole): in the warm-up
-every visible entry is read, later only what the indexer selects. At a sample of rows the indexer's scores are pulled
-towards the attention that they select for.
+so that what is learned is what serving computes. Attention is dense with masks here (mla.attend_whole): in the
+warm-up every visible entry is read, later only what the indexer selects. At a sample of rows the indexer's scores
+are pulled towards the attention that they select for.
 
 Shapes: ids, doc_start [B, T] -> Step of B*T rows; T is a multiple of the window.
 Errors: ValueError when T is no multiple of the window or of a ratio.
@@ -16,91 +16,110 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute
 
 from dskit.config import ModelConfig
 from dskit.layers import indexer as indexing
 from dskit.layers.compress import GroupPlan
 from dskit.layers.mla import Attention, Global, attend_whole
+from dskit.layers.norm import up
 from dskit.layers.rope import angles
 from dskit.layers.swa import RingPlan
 from dskit.model import Model, Step
+
+SINK_KEYS = 8  # key slots that mla.attend_whole takes for the sink
 
 
 @dataclass
 class Whole:
     """Visibility of a packed batch, and the index losses that its layers leave.
 
-    band [B, T, 2W]; seen[ratio] [B, T, S] visible entries; probe [P] rows at which indexers learn; sparse: read the
-    selection only.
+    near [B*T/W, W, 2W] and band [B, T, T]: the window within blocks of W rows, and over the row; seen[ratio] [B, T, S]
+    visible entries; probe [P] rows at which indexers learn; sparse: read the selection only.
     """
 
     shape: tuple[int, int]
+    near: Tensor
     band: Tensor
     seen: dict[int, Tensor]
     rope: tuple[Tensor, Tensor]
     probe: Tensor
     sparse: bool
     index_losses: list[Tensor] = field(default_factory=list)
-    selected: Tensor | None = None
+    biases: dict[int, Tensor] = field(default_factory=dict)
+    reads: Tensor | None = None
     scorer: tuple[Tensor, Tensor, Tensor] | None = None
 
     def attend(self, layer: Attention, x_TD: Tensor, latent_TR: Tensor, q_TAH: Tensor, window_TH: Tensor,
                shared: Global) -> Tensor:
         """What `Attention.forward` asks of a whole-sequence step: the attention output [T, A, H]."""
         B, T = self.shape
-        q, window = q_TAH.unflatten(0, (B, T)), window_TH.unflatten(0, (B, T))
         if not layer.ratio:
-            o, _ = recompute(attend_whole, q, window, self.band, None, None, layer.attn_sink, q.dtype,
-                             use_reentrant=False)
-            return o.flatten(0, 1)
-        entries = shared.entries.unflatten(0, (B, -1))
+            return self._window_only(layer, q_TAH, window_TH)
+        q, keys = q_TAH.unflatten(0, (B, T)), shared.entries.unflatten(0, (B, -1))
         if hasattr(layer, "indexer"):
             self._index(layer, x_TD.detach(), latent_TR.detach(), shared)
-        seen = self.selected if self.sparse else self.seen[layer.ratio]
-        learn = self.scorer is not None and torch.is_grad_enabled()
-        o, given = recompute(attend_whole, q, window, self.band, entries, seen, layer.attn_sink, q.dtype,
-                             self.probe if learn else None, use_reentrant=False)
-        if learn:
-            self.index_losses.append(index_loss(indexing.scores(*self.scorer), given, seen[:, self.probe]))
+        keys = F.pad(torch.cat((window_TH.unflatten(0, (B, T)), keys), dim=1), (0, 0, 0, SINK_KEYS))
+        bias = self.biases[layer.ratio]
+        o = attend_whole(q, keys, bias, layer.attn_sink)
+        if torch.is_grad_enabled():
+            given = self._given(q, keys, bias, layer.attn_sink)
+            score = indexing.scores(*self.scorer)
+            self.index_losses.append(index_loss(score, given, self.reads[:, self.probe]))
         return o.flatten(0, 1)
 
+    def _window_only(self, layer: Attention, q_TAH: Tensor, window_TH: Tensor) -> Tensor:
+        W = self.near.shape[1]
+        block = window_TH.unflatten(0, (-1, self.shape[1] // W, W))
+        before = F.pad(block[:, :-1], (0, 0, 0, 0, 1, 0))
+        keys = F.pad(torch.cat((before, block), dim=2).flatten(0, 1), (0, 0, 0, SINK_KEYS))
+        bias = _bias(self.near, q_TAH.dtype)
+        return attend_whole(q_TAH.unflatten(0, (-1, W)), keys, bias, layer.attn_sink).flatten(0, 1)
+
     def _index(self, layer: Attention, x: Tensor, latent: Tensor, shared: Global) -> None:
+        """At an index source: what later layers read from now on, and how its choice is scored at the probes."""
         B, T = self.shape
         q, weight = layer.indexer.query(x, latent, *self.rope)
         q, weight = q.unflatten(0, (B, T)), weight.unflatten(0, (B, T))
         keys = shared.keys.unflatten(0, (B, -1))
         self.scorer = q[:, self.probe], weight[:, self.probe], keys
+        self.reads = self.seen[layer.ratio]
         if self.sparse:
             with torch.no_grad():
-                self._select(layer, q, weight, keys, shared)
+                self.reads = self._select(layer, indexing.scores(q, weight, keys), shared)
+        elif layer.ratio in self.biases:
+            return
+        self.biases[layer.ratio] = _bias(torch.cat((self.band, self.reads), dim=-1), x.dtype)
 
-    def _select(self, layer: Attention, q: Tensor, weight: Tensor, keys: Tensor, shared: Global) -> None:
-        """Mask [B, T, S] of the selection of an index source, one sequence at a time."""
+    def _select(self, layer: Attention, score: Tensor, shared: Global) -> Tensor:
+        """Mask [B, T, S] of the selection of an index source."""
         seen, config = self.seen[layer.ratio], layer.config
-        selected, candidates = torch.zeros_like(seen), []
-        for b in range(self.shape[0]):
-            score = indexing.scores(q[b, None], weight[b, None], keys[b, None])
-            score = score.masked_fill(~seen[b, None], float("-inf"))
-            if layer.layer == config.candidate_source_layer_id:
-                newest = seen[b].long().cumsum(-1).argmax(-1)[None] + 1
-                candidates.append(indexing.blocks(score, newest, config.candidate_block_size,
-                                                  config.candidate_topk_blocks))
-            elif shared.candidates is not None:
-                score = score.masked_fill(~shared.candidates[b], float("-inf"))
-            best = score.topk(min(config.index_topk, score.shape[-1]), dim=-1)
-            selected[b].scatter_(1, best.indices[0], best.values[0] > float("-inf"))
-        shared.candidates = candidates or shared.candidates
-        self.selected = selected
+        score = score.masked_fill(~seen, float("-inf"))
+        if layer.layer == config.candidate_source_layer_id:
+            last = (seen * torch.arange(1, seen.shape[-1] + 1, device=seen.device)).amax(dim=-1)
+            shared.candidates = indexing.blocks(score, last, config.candidate_block_size, config.candidate_topk_blocks)
+        elif shared.candidates is not None:
+            score = score.masked_fill(~shared.candidates, float("-inf"))
+        best = score.topk(min(config.index_topk, score.shape[-1]), dim=-1)
+        return torch.zeros_like(seen).scatter_(-1, best.indices, best.values > float("-inf"))
+
+    @torch.no_grad()
+    def _given(self, q: Tensor, keys: Tensor, bias: Tensor, sink_A: Tensor) -> Tensor:
+        """What the heads on average give each entry at the probes, float32 [B, P, S]."""
+        B, T = self.shape
+        q, bias = up(q[:, self.probe]), bias[:, self.probe]
+        z = (q.flatten(1, 2) @ up(keys).transpose(1, 2)).unflatten(1, q.shape[1:3]) * q.shape[-1] ** -0.5 + bias[:, :, None]
+        z[..., -SINK_KEYS] = sink_A
+        return z.softmax(dim=-1)[..., T:-SINK_KEYS].mean(dim=2)
 
 
-def index_loss(score_BPS: Tensor, given_BPS: Tensor, seen_BPS: Tensor) -> Tensor:
-    """Mean KL divergence of the indexer's softmax from the attention given to the entries, over rows that see some."""
-    has = seen_BPS.any(dim=-1)
-    log_q = score_BPS.float().masked_fill(~seen_BPS, -1e4).log_softmax(dim=-1)
+def index_loss(score_BPS: Tensor, given_BPS: Tensor, reads_BPS: Tensor) -> Tensor:
+    """Mean KL divergence of the indexer's softmax from the attention given to the entries, over rows that read some."""
+    has = reads_BPS.any(dim=-1)
+    log_q = score_BPS.float().masked_fill(~reads_BPS, -1e4).log_softmax(dim=-1)
     share = given_BPS / given_BPS.sum(dim=-1, keepdim=True).clamp(min=1e-9)
-    kl = (share * (share.clamp(min=1e-9).log() - log_q)).masked_fill(~seen_BPS, 0).sum(dim=-1)
+    kl = (share * (share.clamp(min=1e-9).log() - log_q)).masked_fill(~reads_BPS, 0).sum(dim=-1)
     return (kl * has).sum() / has.sum().clamp(min=1)
 
 
@@ -113,13 +132,20 @@ def whole_step(model: Model, folding: Tensor, ids: Tensor, doc_start: Tensor, *,
     pos = torch.arange(T, device=ids.device) - doc_start
     frequency = {flag: getattr(model, f"frequency_{flag:d}") for flag in (False, True)}
     rope = {flag: angles(pos.flatten(), frequency[flag]) for flag in (False, True)}
-    seen = {r: _seen(doc_start, r) for r in ratios}
-    probe = torch.randperm(T, device=ids.device)[:probes].sort().values
-    whole = Whole((B, T), _band(doc_start, config.sliding_window), seen, rope[True], probe, sparse)
+    probe = torch.rand(T, device=ids.device).argsort()[:probes]
+    whole = Whole((B, T), _near(doc_start, config.sliding_window), _band(doc_start, config.sliding_window),
+                  {r: _seen(doc_start, r) for r in ratios}, rope[True], probe, sparse)
     groups = {r: _groups(pos, r, frequency[True]) for r in ratios}
     gram = _grams(folding[ids], pos, config, folding[config.engram_pad_token_id]) if config.engram_layer_ids else None
     nothing = RingPlan(ids.new_empty(0), None, None, ids.new_empty(0))
     return Step(ids.flatten(), pos.flatten(), rope, (nothing, nothing), groups, gram=gram, whole=whole)
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive mask for attend_whole: 0 where seen, -inf elsewhere, the sink's slots appended."""
+    sink = torch.arange(SINK_KEYS, device=seen.device) == 0
+    seen = torch.cat((seen, sink.expand(*seen.shape[:-1], -1)), dim=-1)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 def _seen(doc_start: Tensor, ratio: int) -> Tensor:
@@ -131,9 +157,16 @@ def _seen(doc_start: Tensor, ratio: int) -> Tensor:
 
 def _band(doc_start: Tensor, window: int) -> Tensor:
     row = torch.arange(doc_start.shape[1], device=doc_start.device)
+    near = (row <= row[:, None]) & (row > row[:, None] - window)
+    return near & (row >= doc_start[..., None])
+
+
+def _near(doc_start: Tensor, window: int) -> Tensor:
+    """The window of each row among the 2W tokens of its block and the block before, [B*T/W, W, 2W]."""
+    row = torch.arange(doc_start.shape[1], device=doc_start.device)
     key = (row[:, None] // window - 1) * window + torch.arange(2 * window, device=doc_start.device)
-    near = (key <= row[:, None]) & (key > row[:, None] - window)
-    return near & (key >= doc_start[..., None])
+    near = (key <= row[:, None]) & (key > row[:, None] - window) & (key >= doc_start[..., None])
+    return near.flatten(0, 1).unflatten(0, (-1, window))
 
 
 def _groups(pos: Tensor, ratio: int, frequency: Tensor) -> GroupPlan:
