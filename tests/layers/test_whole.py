@@ -6,7 +6,7 @@ from dskit.layers.mla import Memory
 from dskit.train.whole import whole_step
 from tests import models, oracle
 
-# (start, length) of the conversations in each row of 64 tokens: inside a window of 8, at a candidate block of 4
+# (start, length) of the conversations in each row of 64 tokens; windows are 8 and candidate blocks 4 long
 ROWS = (((0, 20), (20, 44)), ((0, 64),))
 
 
@@ -20,7 +20,8 @@ def packed(made, name: str, numerics: str) -> list[tuple[torch.Tensor, list[int]
         folding = torch.as_tensor(model.folding)
         step = whole_step(model, folding, ids, start, sparse=True, probes=4)
         logits = model(step, Memory()).unflatten(0, ids.shape)
-    return [(logits[b, at : at + n], ids[b, at : at + n].tolist()) for b, row in enumerate(ROWS) for at, n in row]
+    parts = [(b, slice(at, at + n)) for b, row in enumerate(ROWS) for at, n in row]
+    return [(logits[part], ids[part].tolist()) for part in parts]
 
 
 def test_packed_conversations_equal_the_oracle(made):
