@@ -43,7 +43,7 @@ from dskit.layers.swa import RingPlan, remember_
 class Step:
     """Everything that the rows of one forward pass need to know about themselves.
 
-    ids, pos [T]; rope: {False: window-only layers, True: layers with global KV} -> (cos, sin); gram [T, Q] folded
+    ids, pos [T]; rope: {False: window-only layers, True: layers with global KV} -> turns (rope.turns); gram [T, Q] folded
     n-grams; image: bool [T] or None; windows: (encoder layers, decoder layers) ring plans; groups and segments per
     ratio; tail: (kept rows, their Step) when decoder layers run on the end of a prompt only (bounded replay);
     whole: set for whole sequences without a cache (training); wanted: rows whose logits are asked for.
@@ -51,7 +51,7 @@ class Step:
 
     ids: Tensor
     pos: Tensor
-    rope: dict[bool, tuple[Tensor, Tensor]]
+    rope: dict[bool, Tensor]
     windows: tuple[RingPlan, RingPlan]
     groups: dict[int, GroupPlan] = field(default_factory=dict)
     segments: dict[int, list[Segment]] = field(default_factory=dict)
@@ -96,15 +96,16 @@ class Block(nn.Module):
             state.X = self.engram(state.X, step.gram, step.image)
         if self.config.is_v41 and self.layer in self.config.dspark_target_layer_ids:
             state.taps.append(tap(state.X))
-        p, q, C = self.mixes(state.X, "hc_attn")
-        x = self.attn_norm(mhc.read(state.p if self.config.is_v41 else p, state.X, self.numerics.dtype))
+        X = up(state.X)
+        p, q, C = self.mixes(X, "hc_attn")
+        x = self.attn_norm(mhc.read(state.p if self.config.is_v41 else p, X, self.numerics.dtype))
         self.attn.compress(x, step, memory, shared)
         if step.tail is not None and self.layer == self.config.split:
             rows, step = step.tail
-            x, p, q, C = x[rows], p[rows], q[rows], C[rows]
-            state = State(state.X[rows], state.p[rows], [t[rows] for t in state.taps])
+            x, X, p, q, C = x[rows], X[rows], p[rows], q[rows], C[rows]
+            state.taps = [t[rows] for t in state.taps]
         y = self.attn(x, step, memory, shared)
-        X = mhc.write(y, state.X, q, C, self.numerics.dtype)
+        X = up(mhc.write(y, X, q, C, self.numerics.dtype))
         p_next, q, C = self.mixes(X, "hc_ffn")
         x = self.ffn_norm(mhc.read(p if self.config.is_v41 else p_next, X, self.numerics.dtype))
         y = self.ffn(x, step.ids, step.image)
@@ -163,7 +164,7 @@ class Model(nn.Module):
         """Give the draft stages their keys of the rows just computed."""
         main = self.numerics.activation(main_projection(taps, self.mtp, self.numerics))
         for stage in self.mtp:
-            key = stage.attn.key(main, *step.rope[False])
+            key = stage.attn.key(main, step.rope[False])
             remember_(memory.windows[stage.layer], key, step.window(stage.layer))
 
     def draft(self, step: Step, memory: Memory, shape: tuple[int, int], pick: Callable[[Tensor], Tensor]

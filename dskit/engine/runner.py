@@ -25,7 +25,7 @@ from dskit.config import ModelConfig
 from dskit.engine import pools
 from dskit.layers.compress import GroupPlan
 from dskit.layers.indexer import Segment
-from dskit.layers.rope import angles
+from dskit.layers.rope import turns
 from dskit.layers.swa import RingPlan
 from dskit.model import Model, Step
 
@@ -136,7 +136,7 @@ class ModelRunner:
         config, pos = self.config, _put(at.pos, self.device)
         ids = np.concatenate([np.asarray(w.tokens[a:b], dtype=np.int64)
                               for w, a, b in zip(work, at.starts, at.stops, strict=True)])
-        rope = {flag: angles(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
+        rope = {flag: turns(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
         image = ids == config.image_token_id if config.image_token_id is not None else np.zeros(len(ids), bool)
         step = Step(_put(ids, self.device), pos, rope, self._windows(at, floor), split=config.split)
         step.image = _put(image, self.device) if image.any() else None
@@ -166,8 +166,8 @@ class ModelRunner:
             members = pools.members(self.config, ratio)
             want = (entry[:, None] + 1) * ratio + np.arange(-members, 0)
             ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, want, self.device)
-        cos, sin = angles(_put(entry * ratio, self.device), self.model.frequency_1)
-        return GroupPlan(ring, cos, sin, _put(block * per_block + entry % per_block, self.device))
+        turn = turns(_put(entry * ratio, self.device), self.model.frequency_1)
+        return GroupPlan(ring, turn, _put(block * per_block + entry % per_block, self.device))
 
     def _segments(self, work: list[Work], at: Layout, ratio: int) -> list[Segment]:
         """Runs of works with equally many rows; each with a table of the pool rows of all visible entries."""

@@ -34,12 +34,11 @@ class GroupPlan:
     """The groups that a step completes, for one ratio.
 
     ring: where (v, g) of new rows wait; its `read` [E, members] lists each group's rows, -1 where absent.
-    cos, sin: angles of each group's first token. slots [E]: rows of the global pool that the entries fill.
+    turn: rotation of each group's first token. slots [E]: rows of the global pool that the entries fill.
     """
 
     ring: RingPlan | None
-    cos: Tensor
-    sin: Tensor
+    turn: Tensor
     slots: Tensor
 
 

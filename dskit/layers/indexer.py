@@ -114,25 +114,24 @@ class Indexer(nn.Module):
             else:
                 self.compressor = Compressor(config, config.ratio(layer), numerics, self.width)
 
-    def keys(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def keys(self, latent: Tensor, turn: Tensor) -> Tensor:
         """Index keys [E, Y] of new entries, from their un-rotated latents (V4: from its own compressor's)."""
         key = self.k_norm(self.wk(latent)) if self.config.is_v41 else latent
-        return self._round(rotate(key, cos, sin))
+        return self._round(rotate(key, turn))
 
     def _round(self, v: Tensor) -> Tensor:
         if not self.config.is_v41 and self.numerics.release:
             v = hadamard(v)
         return self.numerics.cache(v, "fp4_32")
 
-    def query(self, x_TD: Tensor, latent_TR: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def query(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries [T, X, Y] and head weights [T, X]; latent_TR is rounded for wq_b."""
-        q = rotate(self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width)), cos, sin)
+        q = rotate(self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width)), turn)
         return self._round(q), self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
 
-    def score(self, x_TD: Tensor, latent_TR: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
-              segments: list[Segment]) -> list[Tensor]:
+    def score(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor, segments: list[Segment]) -> list[Tensor]:
         """Scores [B, Q, S] per segment, -inf outside what a row may see."""
-        q, weight = self.query(x_TD, latent_TR, cos, sin)
+        q, weight = self.query(x_TD, latent_TR, turn)
         found = []
         for seg in segments:
             of = scores(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),

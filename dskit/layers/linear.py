@@ -19,6 +19,7 @@ Source: model.md 3.1, 3.4, 4.3.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
+from dskit.layers.norm import cast
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -37,6 +39,16 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def pow2ceil(v: Tensor) -> Tensor:
     """Smallest power of two >= v, from the float32 bits (v positive); exp2(ceil(log2)) errs on exact powers."""
     return ((v.float().view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def scale_for(amax: Tensor, largest: float) -> Tensor:
+    """Smallest power of two s with amax <= s * largest (float32): pow2ceil(amax / largest) in integer arithmetic.
+
+    Dividing by `largest` takes its exponent off and compares mantissas, so the one addition does both.
+    """
+    mantissa, exponent = math.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
+    carry = 0x7FFFFF - int((2 * mantissa - 1) * 2**23) - ((exponent - 1) << 23)
+    return ((amax.view(torch.int32) + carry) & 0x7F800000).view(torch.float32)
 
 
 def e4m3(v: Tensor) -> Tensor:
@@ -55,6 +67,8 @@ def _groups(v: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """(v as [..., groups, size] in float32, zero-padded at the end; the largest magnitude of each group)."""
     short = -v.shape[-1] % size
     v_GS = (F.pad(v, (0, short)) if short else v).float().unflatten(-1, (-1, size))
+    if v.numel() == 0:
+        return v_GS, v_GS.new_zeros(*v_GS.shape[:-1], 1)
     return v_GS, torch.linalg.vector_norm(v_GS, ord=float("inf"), dim=-1, keepdim=True)
 
 
@@ -74,15 +88,16 @@ def _quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
     kind, size = fmt.split("_")
     v_GS, amax = _groups(v, int(size))
     if kind == "fp8":
-        scale = pow2ceil(amax.clamp(min=1e-4) * (1 / E4M3_MAX))
-        restored = e4m3(v_GS / scale) * scale
+        scale = scale_for(amax.clamp(min=1e-4), E4M3_MAX)  # so that nothing below exceeds what e4m3 holds
+        restored = (v_GS / scale).to(torch.float8_e4m3fn).float() * scale
     else:
         if size == "16":
             scale = e4m3(amax.clamp(min=E2M1_MAX * 2.0**-9) / E2M1_MAX)
         else:
-            scale = pow2ceil(amax.clamp(min=E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
+            scale = scale_for(amax.clamp(min=E2M1_MAX * 2.0**-126), E2M1_MAX)
         restored = e2m1(v_GS / scale) * scale
-    return restored.flatten(-2)[..., : v.shape[-1]].to(dtype)
+    restored = cast(restored.flatten(-2), dtype)
+    return restored if restored.shape[-1] == v.shape[-1] else restored[..., : v.shape[-1]]
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -228,7 +243,7 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None =
     depend on how many others there are.
     """
     if row_tile is None:
-        return F.linear(x.to(weight.dtype), weight).to(dtype)
+        return cast(F.linear(cast(x, weight.dtype), weight), dtype)
     rows = x.reshape(-1, x.shape[-1]).to(weight.dtype)
     padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % row_tile))
     tiles = [F.linear(tile, weight) for tile in padded.split(row_tile)]

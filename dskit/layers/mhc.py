@@ -18,13 +18,15 @@ Source: model.md 3.6; config fields hc_mult, hc_sinkhorn_iters, hc_eps.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers.linear import matmul, sigmoid
-from dskit.layers.norm import up
+from dskit.layers.norm import cast, up
 
 
 @ops.op("mhc.sinkhorn")
@@ -45,22 +47,29 @@ def mixes(X_TND: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc
     N = X_TND.shape[1]
     f = up(X_TND).flatten(1)
     m = matmul(f, fn, f.dtype, row_tile) * torch.rsqrt(f.pow(2).mean(dim=-1, keepdim=True) + eps)
-    p, q, B = m.split((N, N, N * N), dim=-1)
-    p = sigmoid(p * scale[0] + base[:N], row_tile is not None) + hc_eps
-    q = 2 * sigmoid(q * scale[1] + base[N : 2 * N], row_tile is not None)
-    return p, q, sinkhorn((B * scale[2] + base[2 * N :]).unflatten(-1, (N, N)), iters, hc_eps)
+    p, q, B = torch.addcmul(base, m, scale[_which(N, scale.device)]).split((N, N, N * N), dim=-1)
+    p = sigmoid(p, row_tile is not None) + hc_eps
+    q = 2 * sigmoid(q, row_tile is not None)
+    return p, q, sinkhorn(B.unflatten(-1, (N, N)), iters, hc_eps)
+
+
+@functools.cache
+def _which(N: int, device: torch.device) -> Tensor:
+    """Which of the three scales (read, write, mix) belongs to each logit, [(2+N)N]."""
+    return torch.tensor([0] * N + [1] * N + [2] * N * N, device=device)
 
 
 @ops.op("mhc.read")
 def read(p_TN: Tensor, X_TND: Tensor, dtype: torch.dtype) -> Tensor:
     """x_TD = sum of the streams under the read weights."""
-    return (p_TN[:, None] @ up(X_TND)).squeeze(1).to(dtype)
+    return cast((p_TN[:, None] @ up(X_TND)).squeeze(1), dtype)
 
 
 @ops.op("mhc.write")
 def write(y_TD: Tensor, X_TND: Tensor, q_TN: Tensor, C_TNN: Tensor, dtype: torch.dtype) -> Tensor:
     """The next state: a sublayer's output spread by q, plus the streams mixed by C transposed."""
-    return torch.baddbmm(q_TN[..., None] * up(y_TD)[:, None], C_TNN.transpose(1, 2), up(X_TND)).to(dtype)
+    spread = q_TN[..., None] * up(y_TD)[:, None]
+    return cast(torch.baddbmm(spread, C_TNN.transpose(1, 2), up(X_TND)), dtype)
 
 
 def first_read(T: int, N: int, device: torch.device) -> Tensor:

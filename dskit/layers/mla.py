@@ -30,7 +30,7 @@ from dskit.config import ModelConfig
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
 from dskit.layers.linear import Linear, Numerics
-from dskit.layers.norm import RMSNorm, up
+from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import rotate
 from dskit.layers.swa import RingPlan, remember_
 
@@ -77,7 +77,7 @@ def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor
         z = (up(q_TAH[row]) @ value.transpose(1, 2)) * q_TAH.shape[-1] ** -0.5
         z = z.masked_fill((index[row] < 0)[:, None], float("-inf"))
         weight, total = _softmax_parts(z, sink_A)
-        parts.append(((weight.to(dtype).to(z.dtype) @ value) / total).to(dtype))
+        parts.append(cast((cast(cast(weight, dtype), z.dtype) @ value) / total, dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -106,7 +106,8 @@ def attend_whole(q_BTAH: Tensor, key_BSH: Tensor, bias_BTS: Tensor, sink_A: Tens
 @ops.op("mla.project")
 def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
     """Grouped output projection: heads of group g through weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
-    o_GTX = o_TAH.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1).to(weight.dtype)
+    o_GTX = o_TAH.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)
+    o_GTX = cast(o_GTX, weight.dtype)
     w_GXO = weight.unflatten(0, (groups, -1)).transpose(1, 2)
     T = o_GTX.shape[1]
     if row_tile is not None:
@@ -115,7 +116,7 @@ def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype, row_
         y_GTO = torch.cat(tiles, dim=1)[:, :T] if tiles else o_GTX.new_empty(groups, 0, w_GXO.shape[-1])
     else:
         y_GTO = o_GTX @ w_GXO
-    return y_GTO.transpose(0, 1).flatten(1).to(dtype)
+    return cast(y_GTO.transpose(0, 1).flatten(1), dtype)
 
 
 class Attention(nn.Module):
@@ -142,30 +143,30 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, step, memory: Memory, shared: Global) -> Tensor:
         """x_TD (normed) -> y_TD; `step` is a model.Step, `shared` what earlier layers of this step left."""
-        cos, sin = step.rope[self.ratio > 0]
+        turn = step.rope[self.ratio > 0]
         x = self.numerics.activation(x_TD)
         latent = self.numerics.activation(self.q_norm(self.wq_a(x)))
-        q = self.query(latent, cos, sin)
-        window = remember_(memory.windows.get(self.layer), self.key(x, cos, sin), step.window(self.layer))
+        q = self.query(latent, turn)
+        window = remember_(memory.windows.get(self.layer), self.key(x, turn), step.window(self.layer))
         if step.whole is not None:
-            return self.output(step.whole.attend(self, x_TD, latent, q, window, shared), cos, sin)
+            return self.output(step.whole.attend(self, x_TD, latent, q, window, shared), turn)
         if self.ratio:
             self.choose(x_TD, latent, step, shared)
         entries, chosen = (shared.entries, shared.chosen) if self.ratio else (None, None)
         o = attend(q, window, step.window(self.layer).read, entries, chosen, self.attn_sink, self.numerics.dtype)
-        return self.output(o, cos, sin)
+        return self.output(o, turn)
 
-    def query(self, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def query(self, latent: Tensor, turn: Tensor) -> Tensor:
         """Rotated queries [T, A, H] of rounded latents [T, R]; V4 also norms each head."""
         q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
         if not self.config.is_v41:
             q = up(q)
             q = (q * torch.rsqrt(q.pow(2).mean(dim=-1, keepdim=True) + self.config.rms_norm_eps)).to(self.numerics.dtype)
-        return rotate(q, cos, sin)
+        return rotate(q, turn)
 
-    def key(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def key(self, x: Tensor, turn: Tensor) -> Tensor:
         """This layer's own key-and-value vectors [T, H] of rounded inputs, rotated and rounded as cached."""
-        return self._round(rotate(self.kv_norm(self.wkv(x)), cos, sin), self.numerics.window_format)
+        return self._round(rotate(self.kv_norm(self.wkv(x)), turn), self.numerics.window_format)
 
     def _round(self, v: Tensor, fmt: str) -> Tensor:
         if self.config.is_v41:
@@ -179,24 +180,23 @@ class Attention(nn.Module):
             return
         plan: GroupPlan = step.groups[self.ratio]
         latent = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
-        entry = self._round(rotate(latent, plan.cos, plan.sin), "fp4_16")
+        entry = self._round(rotate(latent, plan.turn), "fp4_16")
         shared.entries = store_(memory.entries.get(self.layer), entry, plan.slots)
         shared.chosen = None
         if hasattr(self, "indexer"):
             if not self.config.is_v41:
                 latent = self.indexer.compressor(x_TD, step.pos, memory.index_carries.get(self.layer), plan)
-            key = self.indexer.keys(latent.detach(), plan.cos, plan.sin)  # the indexer learns from its own loss
+            key = self.indexer.keys(latent.detach(), plan.turn)  # the indexer learns from its own loss
             shared.keys = store_(memory.keys.get(self.layer), key, plan.slots)
 
     def choose(self, x_TD: Tensor, latent: Tensor, step, shared: Global) -> None:
         """At an index source: put the selection, as pool rows [T, K], where this and later layers read it."""
         segments: list[Segment] = step.segments[self.ratio]
         if hasattr(self, "indexer"):
-            cos, sin = step.rope[True]
             if all(self._all_fit(seg) for seg in segments):
                 shared.chosen = _rows(segments, [_everything(seg, self.config.index_topk) for seg in segments])
                 return
-            found = self.indexer.score(x_TD, latent, cos, sin, shared.keys, segments)
+            found = self.indexer.score(x_TD, latent, step.rope[True], shared.keys, segments)
             picked, shared.candidates = self.indexer.select(found, segments, shared.candidates)
             shared.chosen = _rows(segments, picked)
         elif shared.chosen is None:  # V4 without an indexer attends to every visible entry
@@ -207,9 +207,9 @@ class Attention(nn.Module):
         pool = self.config.candidate_topk_blocks * self.config.candidate_block_size or self.config.index_topk
         return seg.table.shape[1] <= min(self.config.index_topk, pool)
 
-    def output(self, o_TAH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def output(self, o_TAH: Tensor, turn: Tensor) -> Tensor:
         """Rotate back, project each group of heads, join: [T, A, H] -> y_TD."""
-        o = rotate(o_TAH, cos, sin, inverse=True)
+        o = rotate(o_TAH, turn, inverse=True)
         joined = project(o, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype, self.numerics.row_tile)
         return self.wo_b(self.numerics.activation(joined))
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers.linear import Experts, Linear, Numerics, matmul, silu, softplus
-from dskit.layers.norm import up
+from dskit.layers.norm import cast, up
 
 
 @ops.op("moe.route")
@@ -33,7 +33,7 @@ def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, fac
     g = softplus(logit_TE, steady).sqrt()
     topk = fixed_TJ
     if topk is None:
-        choice = g.detach() if bias_TE is None else g.detach() + bias_TE
+        choice = g if bias_TE is None else g + bias_TE
         topk = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weight = g.gather(1, topk)
     if normalise and k > 1:
@@ -42,14 +42,14 @@ def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, fac
 
 
 @ops.op("moe.swiglu")
-def swiglu(gate: Tensor, up_: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
+def swiglu(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
            steady: bool = False) -> Tensor:
-    """weight * silu(min(gate, limit)) * clamp(up, -limit, limit), rounded once; limit 0 clamps nothing."""
-    gate, up_ = up(gate), up(up_)
+    """weight * silu(min(gate, limit)) * clamp(linear, -limit, limit), rounded once; limit 0 clamps nothing."""
+    gate, linear = up(gate), up(linear)
     if limit > 0:
-        gate, up_ = gate.clamp(max=limit), up_.clamp(-limit, limit)
-    hidden = silu(gate, steady) * up_
-    return (hidden if weight is None else hidden * weight).to(dtype)
+        gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    hidden = silu(gate, steady) * linear
+    return cast(hidden if weight is None else hidden * weight, dtype)
 
 
 @ops.op("moe.experts")

@@ -24,12 +24,17 @@ def up(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, without a call when it is already: a decode step on a CPU pays per call."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 @ops.op("norm.rms")
 def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """RMSNorm over the last axis, [..., D] -> [..., D] of `dtype`; without a gain only the division."""
     wide = up(x)
-    gain = None if gain_D is None else gain_D.to(wide.dtype)
-    return F.rms_norm(wide, (x.shape[-1],), gain, eps).to(dtype)
+    gain = None if gain_D is None else cast(gain_D, wide.dtype)
+    return cast(F.rms_norm(wide, (x.shape[-1],), gain, eps), dtype)
 
 
 class RMSNorm(nn.Module):

@@ -9,7 +9,7 @@ value are one vector), so the attention output is rotated back by the query's po
 Window-only layers use base `rope_theta`; layers that read global KV use `compress_rope_theta` with YaRN, which
 divides the slow frequencies by `factor` so that positions beyond the trained length stay in range.
 
-Shapes: x [T, ..., H], cos and sin [T, H_rot/2] -> [T, ..., H].
+Shapes: x [T, ..., H], turn complex [T, H_rot/2] -> [T, ..., H].
 Errors: ConfigError for a rope_scaling that is not YaRN.
 Numerics: angles and rotation in float32, one rounding; no magnitude scaling.
 Kernel: kernels/rope.py (rope.rotate)
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.config import ConfigError, ModelConfig
-from dskit.layers.norm import up
+from dskit.layers.norm import cast, up
 
 
 def frequencies(config: ModelConfig, compressed: bool) -> Tensor:
@@ -49,20 +49,20 @@ def frequencies(config: ModelConfig, compressed: bool) -> Tensor:
     return theta / scaling["factor"] * ramp + theta * (1 - ramp)
 
 
-def angles(pos_T: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each float32 [T, H_rot/2], of integer positions."""
+def turns(pos_T: Tensor, frequency: Tensor) -> Tensor:
+    """What each row is turned by, exp(i angle), complex64 [T, H_rot/2], of integer positions."""
     angle = pos_T[:, None].float() * frequency
-    return angle.cos(), angle.sin()
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 @ops.op("rope.rotate")
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last channels of x [T, ..., H] by the angles of its rows; `inverse` turns back. Same dtype out."""
-    width = 2 * cos.shape[-1]
-    spread = (slice(None), *[None] * (x.dim() - 2))
-    cos, sin = cos[spread], sin[spread]
-    a, b = up(x[..., -width:]).unflatten(-1, (-1, 2)).unbind(-1)
-    if inverse:
-        sin = -sin
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-width], turned.to(x.dtype)), dim=-1)
+def rotate(x: Tensor, turn_T: Tensor, inverse: bool = False) -> Tensor:
+    """Turn the last channels of x [T, ..., H] by the angles of its rows; `inverse` turns back. Same dtype out.
+
+    A pair (a, b) is the complex number a + ib, and turning it is one product.
+    """
+    width = 2 * turn_T.shape[-1]
+    turn = turn_T.conj() if inverse else turn_T
+    turn = turn.view(-1, *(1,) * (x.dim() - 2), width // 2)
+    pairs = torch.view_as_complex(up(x[..., -width:]).unflatten(-1, (-1, 2)))
+    return torch.cat((x[..., :-width], cast(torch.view_as_real(pairs * turn).flatten(-2), x.dtype)), dim=-1)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dskit import ops
+from dskit.layers.norm import cast
 
 
 @dataclass
@@ -46,9 +47,9 @@ def remember_(ring: Tensor | None, new: Tensor, plan: RingPlan) -> Tensor:
     if ring is None:
         return new
     if plan.history is None:
-        ring.index_copy_(0, plan.slots, new.to(ring.dtype))
+        ring.index_copy_(0, plan.slots, cast(new, ring.dtype))
         return ring
-    line = torch.cat((ring[plan.history], new.to(ring.dtype)))
+    line = torch.cat((ring[plan.history], cast(new, ring.dtype)))
     kept = new if plan.kept is None else new[plan.kept]
-    ring.index_copy_(0, plan.slots, kept.to(ring.dtype))
+    ring.index_copy_(0, plan.slots, cast(kept, ring.dtype))
     return line

@@ -59,7 +59,7 @@ ABLATIONS = {
 class Recipe:
     """Everything that decides a run, besides its config; shapes are (seq_len, rows, weight in the rotation)."""
 
-    steps: int = 6000
+    steps: int = 3850
     lr: float = 3e-3
     lr_adam: float = 3e-3
     warmup: int = 150
@@ -204,7 +204,7 @@ class Trainer:
                 self.graphs[key] = StepGraph(lambda *t: self._update(*t, rounded, sparse), tensors)
         logs = self.graphs[key](tensors) if key in self.graphs else self._update(*tensors, rounded, sparse)
         self.step += 1
-        return logs
+        return logs | {f"accuracy_{batch.ids.shape[1]}": logs["accuracy"]}
 
     def _update(self, ids: Tensor, doc_start: Tensor, said: Tensor, rounded: bool, sparse: bool) -> dict[str, Tensor]:
         for optimizer in self.optimizers:
@@ -262,7 +262,7 @@ class Trainer:
         """Train to the last step or for so many minutes; saves the state. True when the run is complete."""
         self.out.mkdir(parents=True, exist_ok=True)
         began, writer = time.perf_counter(), _writer(tensorboard)
-        with Log(self.out / "log.csv", self.step, self.recipe.steps, writer) as log:
+        with Log(self.out / "log.csv", self.step, self.recipe, writer) as log:
             for batch in self.batches():
                 if self.step >= self.recipe.steps or time.perf_counter() - began > 60 * minutes:
                     break
@@ -385,19 +385,21 @@ class Log:
 
     COLUMNS = ("step", "loss", "accuracy", "index_kl", "load", "grad_norm", "tokens_per_s", "seconds")
 
-    def __init__(self, path: Path, step: int, steps: int, writer, every: int = 20):
+    def __init__(self, path: Path, step: int, recipe: Recipe, writer):
         from rich.progress import Progress, TextColumn
 
-        self.path, self.writer, self.every, self.held, self.tokens = path, writer, every, [], 0
+        self.path, self.writer, self.held, self.tokens = path, writer, [], 0
+        self.every = max(1, min(20, recipe.steps // 100))
         self.bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
-        self.task = self.bar.add_task("train", total=steps, completed=step, note="")
+        self.columns = (*self.COLUMNS, *(f"accuracy_{seq_len}" for seq_len, *_ in recipe.shapes))
+        self.task = self.bar.add_task("train", total=recipe.steps, completed=step, note="")
 
     def __enter__(self) -> Log:
         fresh = not self.path.exists()
         self.file = self.path.open("a", newline="")
         self.rows = csv.writer(self.file)
         if fresh:
-            self.rows.writerow(self.COLUMNS)
+            self.rows.writerow(self.columns)
         self.began = self.since = time.perf_counter()
         self.bar.start()
         return self
@@ -408,10 +410,11 @@ class Log:
         self.tokens += tokens
         if (step + 1) % self.every:
             return
-        mean = {k: torch.stack([h[k].detach() for h in self.held if k in h]).mean().item() for k in self.held[-1]}
+        mean = {k: torch.stack([h[k].detach() for h in self.held if k in h]).mean().item()
+                for k in {k for h in self.held for k in h}}
         now = time.perf_counter()
         mean |= {"step": step + 1, "tokens_per_s": round(self.tokens / (now - self.since)), "seconds": now - self.began}
-        self.rows.writerow([f"{mean[c]:.6g}" if c in mean else "" for c in self.COLUMNS])
+        self.rows.writerow([f"{mean[c]:.6g}" if c in mean else "" for c in self.columns])
         self.file.flush()
         if self.writer is not None:
             for key, value in mean.items():

@@ -24,7 +24,7 @@ from dskit.layers import indexer as indexing
 from dskit.layers.compress import GroupPlan
 from dskit.layers.mla import Attention, Global, attend_whole
 from dskit.layers.norm import up
-from dskit.layers.rope import angles
+from dskit.layers.rope import turns
 from dskit.layers.swa import RingPlan
 from dskit.model import Model, Step
 
@@ -43,7 +43,7 @@ class Whole:
     near: Tensor
     band: Tensor
     seen: dict[int, Tensor]
-    rope: tuple[Tensor, Tensor]
+    turn: Tensor
     probe: Tensor
     sparse: bool
     index_losses: list[Tensor] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Whole:
     def _index(self, layer: Attention, x: Tensor, latent: Tensor, shared: Global) -> None:
         """At an index source: what later layers read from now on, and how its choice is scored at the probes."""
         B, T = self.shape
-        q, weight = layer.indexer.query(x, latent, *self.rope)
+        q, weight = layer.indexer.query(x, latent, self.turn)
         q, weight = q.unflatten(0, (B, T)), weight.unflatten(0, (B, T))
         keys = shared.keys.unflatten(0, (B, -1))
         self.scorer = q[:, self.probe], weight[:, self.probe], keys
@@ -131,7 +131,7 @@ def whole_step(model: Model, folding: Tensor, ids: Tensor, doc_start: Tensor, *,
         raise ValueError(f"seq_len is {T}; it must be a multiple of the window {config.sliding_window} and of every ratio")
     pos = torch.arange(T, device=ids.device) - doc_start
     frequency = {flag: getattr(model, f"frequency_{flag:d}") for flag in (False, True)}
-    rope = {flag: angles(pos.flatten(), frequency[flag]) for flag in (False, True)}
+    rope = {flag: turns(pos.flatten(), frequency[flag]) for flag in (False, True)}
     probe = torch.rand(T, device=ids.device).argsort()[:probes]
     whole = Whole((B, T), _near(doc_start, config.sliding_window), _band(doc_start, config.sliding_window),
                   {r: _seen(doc_start, r) for r in ratios}, rope[True], probe, sparse)
@@ -174,7 +174,7 @@ def _groups(pos: Tensor, ratio: int, frequency: Tensor) -> GroupPlan:
     members = torch.arange(pos.numel(), device=pos.device).unflatten(0, (-1, ratio))
     empty = members.new_empty(0)
     ring = RingPlan(members, None, None, empty) if ratio > 1 else None
-    return GroupPlan(ring, *angles(first, frequency), empty)
+    return GroupPlan(ring, turns(first, frequency), empty)
 
 
 def _grams(folded: Tensor, pos: Tensor, config: ModelConfig, filler: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def box(
         "color": on(fill),
         "linespacing": 1.3,
     } | text
-    axes.text(x + width / 2, y + height / 2, label, zorder=4, **style)
+    axes.text(x + width / 2, y + height / 2 + 0.15, label, zorder=4, **style)
 
 
 def write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
@@ -253,15 +253,16 @@ def _inside(axes: Axes, config: ModelConfig) -> None:
 
 
 def _describe(config: ModelConfig, name: str) -> str:
-    memories = ", ".join(
-        f"layers {a} to {b - 1} share the memory of layer {a} (tokens per entry: {config.ratio(a)})"
+    memories = "".join(
+        f"Layer {a} writes a memory, one entry per {config.ratio(a)} tokens, read up to layer {b - 1}. "
         for a, b in _runs(config, config.kv_source_layer_ids)
-    )
+    ).replace("per 1 tokens", "per token")
     engram = ", ".join(map(str, config.engram_layer_ids)) or "none"
     return (
-        f"The {name or 'whole'} model: token ids become {config.hc_mult} streams of {config.hidden_size} numbers, pass "
-        f"{config.num_hidden_layers} layers of attention and experts, and end as {config.vocab_size} logits. "
-        f"Every layer sees the last {config.sliding_window} tokens; {memories}. Engram layers: {engram}. "
+        f"The {name or 'whole'} model: token ids become {config.hc_mult} streams of {config.hidden_size} "
+        f"numbers, pass {config.num_hidden_layers} layers of attention and experts, and end as "
+        f"{config.vocab_size} logits. "
+        f"Every layer sees the last {config.sliding_window} tokens. {memories}Engram layers: {engram}. "
         f"Experts: {config.num_experts_per_tok} of {config.n_routed_experts} per token."
     )
 
@@ -337,7 +338,7 @@ def _strip(axes: Axes, x: float, y: float, tokens: Sequence[str], room: float) -
     """Tokens as boxes side by side, as many as fit; returns where the strip ends."""
     start = x
     for i, token in enumerate(tokens):
-        label = token.replace(" ", "\u2423").replace("\n", "\u21b5")
+        label = token.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\uff5c", "|")
         width = 0.66 * len(label) + 1.2
         if x + width > start + room - 2:
             write(axes, x + 0.5, y + 1.5, "\u2026")

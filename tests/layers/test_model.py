@@ -6,7 +6,7 @@ import torch
 from dskit.checkpoint import load
 from dskit.engine import pools
 from dskit.engine.llm import LLM
-from dskit.layers.rope import angles
+from dskit.layers.rope import turns
 from dskit.layers.swa import RingPlan
 from dskit.model import Step
 from tests import drive, models, oracle
@@ -177,7 +177,7 @@ def draft_step(model, memory, token: int, P: int) -> Step:
     nothing = torch.empty(0, dtype=torch.long)
     plan = RingPlan(torch.arange(len(before) + B).expand(B, -1), torch.tensor(before), nothing, nothing)
     pos = torch.arange(P, P + B)
-    rope = {flag: angles(pos, getattr(model, f"frequency_{flag:d}")) for flag in (False, True)}
+    rope = {flag: turns(pos, getattr(model, f"frequency_{flag:d}")) for flag in (False, True)}
     return Step(torch.tensor([token] + [c.dspark_noise_token_id] * (B - 1)), pos, rope, (plan, plan))
 
 
