@@ -27,7 +27,7 @@ test-gpu: ## the tests that need an NVIDIA GPU
 	@$(INSTALL) dev && $(BIN)/python -m pytest -m gpu
 
 notebooks: ## write the .ipynb files from their .py twins and run them all
-	@$(INSTALL) dev && $(BIN)/jupytext --to ipynb notebooks/*.py && $(BIN)/python -m pytest tests/notebooks -m "not gpu"
+	@$(INSTALL) dev && $(BIN)/jupytext --to ipynb --update notebooks/*.py && $(BIN)/python -m pytest tests/notebooks -m "not gpu"
 
 lab: ## open the first notebook in JupyterLab
 	@$(INSTALL) notebook && $(BIN)/jupyter lab notebooks/00_start.ipynb

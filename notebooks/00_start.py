@@ -77,9 +77,9 @@ Table((asdict(finding) for finding in doctor.examine()), "What this machine can 
 
 # %%
 llm = dskit.LLM("demo")
-answer = llm.chat("What is 47 + 85?")
-print(answer.reasoning)
-print("->", answer.text)
+total = llm.chat("What is 47 + 85?")
+print(total.reasoning)
+print("->", total.text)
 
 # %%
 def ask(question, **fields):
@@ -126,7 +126,7 @@ drawn = []
 
 def draw(device, seed):
     """Continue "What does", and keep the tokens beside those drawn earlier."""
-    params = dskit.SamplingParams(temperature=1.0, seed=seed, max_tokens=16)
+    params = dskit.SamplingParams(temperature=1.0, seed=seed, max_tokens=14)
     result = model_on(device).generate("What does", params)
     pieces = [llm.tokenizer.decode([token]) for token in result.token_ids]
     drawn.append({"label": f"{device}, seed {seed}", "tokens": pieces})
@@ -232,7 +232,7 @@ def check_00_2(first, second, other):
 
 # %% tags=["exercise-2"]
 def draw_text(seed):
-    return llm.generate("What does", dskit.SamplingParams(temperature=0.0, seed=seed, max_tokens=12)).text
+    return llm.generate("What does", dskit.SamplingParams(temperature=0.0, seed=seed, max_tokens=8)).text
 
 
 check_00_2(draw_text(5), draw_text(5), draw_text(6))
@@ -242,11 +242,16 @@ check_00_2(draw_text(5), draw_text(5), draw_text(6))
 # repair it.
 
 # %%
+def answer():
+    """A definition, without thinking first."""
+    params = dskit.SamplingParams(max_tokens=16)
+    return llm.chat("What does lamp mean?", thinking={"type": "disabled"}, params=params).text
+
+
 def check_00_3():
     with dskit.use({"norm.rms": "forgetful"}):
-        result = llm.chat("What is 47 + 85?", params=dskit.SamplingParams(max_tokens=48))
-    said = result.text or result.reasoning
-    print("pass" if said == "132" else f"not yet: expected '132', got {said!r}")
+        said = answer()
+    print("pass" if said == answer() else f"not yet: expected {answer()!r}, got {said!r}")
 
 
 # %% tags=["exercise-3"]

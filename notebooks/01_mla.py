@@ -127,8 +127,9 @@ panel.figure()
 # **Prefill** reads a whole prompt at once; **decode** adds one token to each running request. Both are the
 # same op, `mla.attend`, on different shapes: here 64 heads of 512 over a full window, 128 vectors.
 # `dskit.compare` runs every implementation on the same arguments: error against float64, and time. There is
-# no Triton kernel for it in this version, so its row says so instead of giving a number. (`compile` joins
-# after `dskit.use(mla="compile")`, if a C++ compiler is there; its first call takes long.)
+# no Triton kernel for it in this version, so its row says so instead of giving a number. A row for `compile`
+# joins once `ops.find("mla.attend").implementation("compile")` has been called, where a C++ compiler is; its
+# first run takes long.
 
 # %%
 import torch
@@ -157,7 +158,10 @@ for step, tokens, requests in (
 ):
     arguments = attend_arguments(tokens, requests)
     for found in dskit.compare("mla.attend", *arguments, repeat=sizes.repeat):
-        interpreted = "interpreted" if "time_ms" in found and found["time_ms"] is None else ""
+        refused = found.get("refused", "")
+        note = "no triton kernel yet" if "has no implementation" in refused else refused
+        if not refused and found["time_ms"] is None:
+            note = "interpreted"
         rows.append(
             {
                 "step": step,
@@ -166,13 +170,15 @@ for step, tokens, requests in (
                 "relative error": found.get("relative_rms"),
                 "ms": found.get("time_ms"),
                 "ms per token": found["time_ms"] / tokens if found.get("time_ms") else None,
-                "note": "no triton kernel yet" if "refused" in found else interpreted,
+                "note": note,
             }
         )
 Table(rows, "mla.attend")
 
 # %% [markdown]
-# On a CPU these times compare shapes, not machines.
+# The reference copies the window of every row before it multiplies. Neighbouring rows of a prompt see nearly
+# the same window, so a kernel can read it once for many of them; in decode every request has a window of its
+# own.
 #
 # ## Why the output is rotated back
 #

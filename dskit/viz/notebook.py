@@ -22,6 +22,7 @@ import importlib.util
 import inspect
 import os
 import random
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,8 @@ class Source:
         from dskit.viz import figures
 
         dark = figures.theme() is figures.THEMES["dark"]
-        formatter = HtmlFormatter(noclasses=True, style="nord" if dark else "default")
+        style = "nord" if dark else "default"
+        formatter = HtmlFormatter(noclasses=True, style=style, prestyles="font-family:monospace")
         code = highlight(self.text, PythonLexer(), formatter)
         frame = "max-height:32em;overflow:auto;border:1px solid #8885;border-radius:4px;padding:0 0.6em"
         return f'<div><b>{html.escape(self.where)}</b></div><div tabindex="0" style="{frame}">{code}</div>'
@@ -131,7 +133,7 @@ def show(thing: Any) -> Source:
         raise TypeError(text) from error
     path = Path(file)
     name = path.relative_to(PACKAGE.parent).as_posix() if path.is_relative_to(PACKAGE) else path.name
-    return Source(name if first == 0 else f"{name}, line {first}", "".join(lines).rstrip())
+    return Source(name if first == 0 else f"{name}, line {first}", textwrap.dedent("".join(lines)).rstrip())
 
 
 # ---- looking inside --------------------------------------------------------------------------------------
@@ -204,14 +206,15 @@ class Table(list):
         return "\n".join(line.rstrip() for line in ([self.caption] if self.caption else []) + lines)
 
     def _repr_html_(self) -> str:
-        left = 'style="text-align:left"'
-
         def row(tag: str, cells: Iterable[str]) -> str:
-            return f"<tr>{''.join(f'<{tag} {left}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+            left = f'<{tag} style="text-align:left">'
+            return f"<tr>{''.join(f'{left}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
+        head = row("th", self.columns)
         body = "".join(row("td", (_cell(each.get(key)) for key in self.columns)) for each in self)
-        caption = f"<caption {left}>{html.escape(self.caption)}</caption>" if self.caption else ""
-        return f"<table>{caption}<thead>{row('th', self.columns)}</thead><tbody>{body}</tbody></table>"
+        style = "text-align:left;white-space:nowrap"
+        caption = f'<caption style="{style}">{html.escape(self.caption)}</caption>' if self.caption else ""
+        return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def to_pandas(self) -> Any:
         """The same as a pandas DataFrame; pandas must be installed."""

@@ -11,7 +11,7 @@ check_00_1(sum_text)
 
 # %% tags=["exercise-2"]
 def draw_text(seed):
-    return llm.generate("What does", dskit.SamplingParams(temperature=1.0, seed=seed, max_tokens=12)).text
+    return llm.generate("What does", dskit.SamplingParams(temperature=1.0, seed=seed, max_tokens=8)).text
 
 
 check_00_2(draw_text(5), draw_text(5), draw_text(6))

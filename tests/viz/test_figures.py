@@ -1,0 +1,154 @@
+"""Figures from fixed data: what they say, what they show, and whether it can be read in every theme."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from matplotlib import image
+from matplotlib.colors import to_rgb
+
+from dskit.config import PRESETS, preset
+from dskit.viz import figures
+
+BARS = [
+    {"what": "64 heads", "bytes": 131072, "vectors": 128},
+    {"what": "one vector", "bytes": 1024, "vectors": 1},
+]
+STRIPS = [
+    {"label": "seed 1", "tokens": [" a", "\n", "lamp"]},
+    {"label": "seed 2", "tokens": [" other"] * 40},
+    {"label": "seed 1", "tokens": [" a", "\n", "lamp"]},
+]
+DRAWN = {
+    "model_map": lambda: figures.model_map(preset("demo"), "demo"),
+    "memory_bars": lambda: figures.memory_bars(BARS),
+    "token_strips": lambda: figures.token_strips(STRIPS),
+}
+
+
+@pytest.fixture(autouse=True)
+def theme():
+    yield
+    figures.set_theme("auto")
+
+
+def pixels(picture: figures.Picture) -> np.ndarray:
+    """The PNG, [height, width, RGBA], 0 to 1."""
+    return image.imread(io.BytesIO(picture.bytes("png")))
+
+
+def luminance(colour) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+def contrast(one, other) -> float:
+    dark, bright = sorted((luminance(one), luminance(other)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+# ---- every figure, every theme ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", figures.THEMES)
+@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
+def test_background_follows_the_theme_and_something_is_drawn(draw, name):
+    figures.set_theme(name)
+    seen = pixels(draw())
+    assert seen[0, 0, 3] == (1 if name == "auto" else 0)
+    marked = (seen[..., 3] > 0.5) & (np.abs(seen[..., :3] - seen[0, 0, :3]).sum(-1) > 0.3)
+    assert 0.02 < marked.mean() < 0.7
+
+
+@pytest.mark.parametrize("name", figures.THEMES)
+def test_ink_reads_on_the_page(name):
+    chosen = figures.THEMES[name]
+    page = "#111111" if name == "dark" else "#ffffff"
+    assert contrast(chosen.ink, page) > 7 and contrast(chosen.faint, page) > 4.5
+
+
+@pytest.mark.parametrize("fill", ["BLUE", "SLATE", "STONE", "SAND", "YELLOW"])
+def test_labels_read_on_their_boxes(fill):
+    colour = getattr(figures, fill)
+    assert contrast(figures.on(colour), colour) > 4.5
+
+
+@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
+def test_the_description_travels_with_the_picture(draw):
+    picture = draw()
+    assert len(picture.alt) > 60
+    bundle = picture._repr_mimebundle_()
+    assert bundle["text/plain"] == picture.alt and 'src="data:image/png;base64,' in bundle["text/html"]
+    assert picture.alt.split("'")[0].split(";")[0] in bundle["text/html"]
+    assert picture.alt[:40] in picture.bytes("svg").decode()
+
+
+def test_an_unknown_theme_is_refused():
+    with pytest.raises(ValueError, match="auto, light, dark"):
+        figures.set_theme("drak")
+
+
+# ---- the model -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "slice:N"])
+def test_the_map_of_every_preset_stays_on_the_page(name):
+    config = preset(name)
+    picture = figures.model_map(config, name)
+    picture.draw_without_rendering()
+    page, (axes,) = picture.bbox, picture.axes
+    texts = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert all(
+        page.x0 <= t.x0 and t.x1 <= page.x1 and page.y0 <= t.y0 and t.y1 <= page.y1 for t in texts.values()
+    )
+    assert {str(layer) for layer in range(config.num_hidden_layers)} <= set(texts)
+    assert f"[T, {config.vocab_size}]" in texts and f"[T, {config.hidden_size}]" in texts
+
+
+def test_labels_of_the_map_fit_their_bars():
+    for name in ("demo", "flash", "v4-flash"):
+        picture = figures.model_map(preset(name), name)
+        picture.draw_without_rendering()
+        (axes,) = picture.axes
+        boxes = [patch.get_window_extent() for patch in axes.patches]
+        for text in (t for t in axes.texts if t.get_zorder() == 4 and t.get_text().strip()):
+            extent, (x, y) = text.get_window_extent(), axes.transData.transform(text.get_position())
+            owner = min((b for b in boxes if b.contains(x, y)), key=lambda b: b.width)
+            assert extent.width < owner.width, f"{name}: {text.get_text()!r}"
+
+
+def test_the_map_says_who_shares_a_memory():
+    alt = figures.model_map(preset("demo"), "demo").alt
+    assert "Layer 2 writes a memory, one entry per 2 tokens, read up to layer 3." in alt
+    assert "Layer 4 writes a memory, one entry per token, read up to layer 7." in alt
+    assert "Engram layers: 1, 3" in alt and "last 64 tokens" in alt
+
+
+# ---- bars and strips -------------------------------------------------------------------------------------
+
+
+def test_bars_are_to_scale_and_divided_into_vectors():
+    picture = figures.memory_bars(BARS)
+    (axes,) = picture.axes
+    many, one = axes.containers
+    ends = [max(p.get_x() + p.get_width() for p in bar) - bar[0].get_x() for bar in (many, one)]
+    assert len(many) == 128 and len(one) == 1
+    assert ends[0] / ends[1] == pytest.approx(128, rel=0.01)
+    assert "131,072 bytes in 128 vectors; one vector: 1,024 bytes in 1 vector" in picture.alt
+    assert any("128 times less" in text.get_text() for text in axes.texts)
+
+
+def test_equal_strips_say_so_and_long_ones_end_in_dots():
+    picture = figures.token_strips(STRIPS)
+    texts = [text.get_text() for text in picture.axes[0].texts]
+    assert texts.count(" = row 1") == 1 and texts.count("…") == 1
+    assert "␣a" in texts and "↵" in texts  # spaces and line ends can be seen
+    assert picture.alt.endswith("3, seed 1: ' a\\nlamp' = row 1")
+
+
+@pytest.mark.parametrize("draw", [figures.memory_bars, figures.token_strips])
+def test_no_rows_are_refused(draw):
+    with pytest.raises(ValueError, match="at least one"):
+        draw([])
