@@ -198,7 +198,7 @@ def layer_output(x_TD, pos_T):
     turn_T = turns(pos_T, llm.model.frequency_0)
     q_TAH = attention.query(attention.q_norm(attention.wq_a(x_TD)), turn_T)
     key_TH = attention.key(x_TD, turn_T)
-    row = torch.arange(len(x_TD))
+    row = torch.arange(len(x_TD), device=llm.device)
     read_TT = torch.where(row <= row[:, None], row, -1)
     o_TAH = mla.attend(q_TAH, key_TH, read_TT, None, None, attention.attn_sink, torch.float32)
     return attention.output(o_TAH, turn_T)
@@ -209,13 +209,13 @@ def moved(found, wanted):
     return ((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt()).item()
 
 
-x_TD = torch.randn(12, llm.config.hidden_size, generator=torch.Generator().manual_seed(0))
-pos_T = torch.arange(12)
+x_TD = torch.randn(12, llm.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(llm.device)
+pos_T = torch.arange(12, device=llm.device)
 
 
 def keeps_lengths():
     """Rotating a vector does not change its length."""
-    v_TH = torch.randn(12, llm.config.head_dim, generator=torch.Generator().manual_seed(1))
+    v_TH = x_TD[:, : llm.config.head_dim]
     turned_TH = ops.find("rope.rotate")(v_TH, turns(pos_T, llm.model.frequency_0))
     return moved(turned_TH.norm(dim=1), v_TH.norm(dim=1))
 
