@@ -103,7 +103,7 @@ def allocate(config: ModelConfig, numerics: Numerics, *, num_blocks: int, block_
     """Zeroed caches for `num_blocks` blocks and `num_slots` slots, plus the reserved block and slot 0."""
     memory, slots = Memory(), num_slots + 1
 
-    def zeros(*shape: int, dtype: torch.dtype = numerics.dtype) -> torch.Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = numerics.compute) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if drafts else 0)

@@ -82,9 +82,20 @@ def blocks(score_BQS: Tensor, visible_BQ: Tensor, size: int, count: int) -> Tens
 def topk(score_BQS: Tensor, k: int) -> Tensor:
     """The k best entries of each row with a score above -inf, ascending, padded with -1: int64 [B, Q, k]."""
     S = score_BQS.shape[-1]
-    best = score_BQS.sort(dim=-1, descending=True, stable=True)
-    index = best.indices[..., :k].masked_fill(best.values[..., :k] == float("-inf"), S).sort(dim=-1).values
+    best = _ranks(score_BQS).topk(min(k, S), dim=-1, sorted=False).values
+    index = S - 1 - (best & 0xFFFFFFFF)
+    index = index.masked_fill(best >> 32 == _MINUS_INFINITY, S).sort(dim=-1).values
     return F.pad(index.masked_fill(index == S, -1), (0, k - index.shape[-1]), value=-1)
+
+
+_MINUS_INFINITY = -0x7F800001  # the rank of -inf before its place is added
+
+
+def _ranks(score: Tensor) -> Tensor:
+    """One int64 per score, in the order of the scores; of equal ones the earlier ranks higher, so none are equal."""
+    bits = (score.float() + 0.0).view(torch.int32)  # -0 becomes 0, its equal
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # floats of either sign in the order of integers
+    return (order << 32) + torch.arange(score.shape[-1] - 1, -1, -1, device=score.device)
 
 
 def hadamard(v: Tensor) -> Tensor:

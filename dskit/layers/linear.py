@@ -67,9 +67,7 @@ def _groups(v: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """(v as [..., groups, size] in float32, zero-padded at the end; the largest magnitude of each group)."""
     short = -v.shape[-1] % size
     v_GS = (F.pad(v, (0, short)) if short else v).float().unflatten(-1, (-1, size))
-    if v.numel() == 0:
-        return v_GS, v_GS.new_zeros(*v_GS.shape[:-1], 1)
-    return v_GS, torch.linalg.vector_norm(v_GS, ord=float("inf"), dim=-1, keepdim=True)
+    return v_GS, v_GS.abs().amax(dim=-1, keepdim=True)
 
 
 @ops.op("linear.quantize")
@@ -208,8 +206,8 @@ class Numerics:
         return quantize(x, self.activation_format, self.compute) if self.release else x
 
     def cache(self, v: Tensor, fmt: str) -> Tensor:
-        """A cached vector (window, global, index): rounded in `fmt`, in the dtype of values."""
-        return quantize(v, fmt, self.dtype) if self.release else v
+        """A cached vector (window, global, index): rounded in `fmt`, in the compute dtype, as the caches hold it."""
+        return quantize(v, fmt, self.compute) if self.release else v
 
 
 # ---- functions of single elements ---------------------------------------------------------------------------

@@ -17,6 +17,8 @@ Source: model.md 3.11, 6.2; config fields n_routed_experts, num_experts_per_tok,
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -56,24 +58,30 @@ def swiglu(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dt
 def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, w13: Experts, w2: Experts, limit: float,
             numerics: Numerics) -> Tensor:
     """Sum of each token's experts, float32 [T, D]. x_TD is rounded already. Rows are sorted by expert, each expert
-    sees its own, and the results return to slot order."""
+    sees its own, and the results return to slot order; one token alone needs no sorting.
+    """
     T, J = topk_TJ.shape
-    order = topk_TJ.flatten().argsort(stable=True)
-    counts = torch.zeros(w13.experts, dtype=torch.int64, device=order.device)
-    counts.scatter_add_(0, topk_TJ.flatten(), torch.ones_like(order))
-    hidden = each_expert(x_TD[order // J], w13, counts, numerics.dtype)
-    gate, linear = hidden.chunk(2, dim=-1)
-    hidden = swiglu(gate, linear, weight_TJ.flatten()[order, None], limit, numerics.dtype, numerics.steady)
-    y = each_expert(numerics.activation(hidden), w2, counts, numerics.dtype)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(T * J, device=order.device))
-    return up(y)[back].unflatten(0, (T, J)).sum(dim=1)
+    expert, weight, order = topk_TJ.flatten(), weight_TJ.flatten(), None
+    if T > 1:
+        order = expert.argsort(stable=True)
+        expert, weight = expert[order], weight[order]
+    rows = x_TD[order // J] if order is not None else x_TD.expand(T * J, -1)
+    gate, linear = each_expert(rows, w13, expert, numerics.dtype).chunk(2, dim=-1)
+    hidden = swiglu(gate, linear, weight[:, None], limit, numerics.dtype, numerics.steady)
+    y = up(each_expert(numerics.activation(hidden), w2, expert, numerics.dtype))
+    if order is not None:
+        y = torch.empty_like(y).index_copy(0, order, y)
+    return y.unflatten(0, (T, J)).sum(dim=1)
 
 
 @ops.op("moe.each_expert")
-def each_expert(x_RK: Tensor, weight: Experts, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows sorted by expert, counts[e] of them for expert e -> [R, N] of `dtype`."""
-    tile = weight.numerics.row_tile
-    parts = [matmul(x, weight.dense(e), dtype, tile) for e, x in enumerate(x_RK.split(counts.tolist())) if len(x)]
+def each_expert(x_RK: Tensor, weight: Experts, expert_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each row through its expert; neighbours with the same expert go together -> [R, N] of `dtype`."""
+    parts, start = [], 0
+    for expert, run in itertools.groupby(expert_R.tolist()):
+        stop = start + len(list(run))
+        parts.append(matmul(x_RK[start:stop], weight.dense(expert), dtype, weight.numerics.row_tile))
+        start = stop
     return torch.cat(parts) if parts else x_RK.new_empty(0, weight.out_features, dtype=dtype)
 
 

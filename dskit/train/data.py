@@ -2,14 +2,14 @@
 
 Idea
     Each batch is a function of (seed, index) alone, so a run resumes anywhere and any number of workers gives
-    the same stream.  A row holds whole conversations, each starting with bos at an even position, so that no
-    ratio-2 compression group spans two of them.  Everything an assistant says is a target, in earlier turns
+    the same stream.  A row holds whole conversations, each starting with bos at a multiple of 8 positions, so that no
+    compression group and no candidate block spans two of them.  Everything an assistant says is a target, in earlier turns
     too.
 
 Shapes
     `Batch.ids` int32 [rows, seq_len]; `Batch.loss` bool [rows, seq_len], True at t where token t + 1 is a
     target; `Batch.doc_start` int32 [rows, seq_len], the row position where the conversation of position t
-    begins.  A pad that makes a length even belongs to its conversation; the pads at a row's end are a
+    begins.  A pad that fills up to the next start belongs to its conversation; the pads at a row's end are a
     conversation of their own.
 
 Errors
@@ -46,6 +46,7 @@ MIXES = {
     4096: {"define": 20.0, "arithmetic": 5.0, "tools": 10.0, "recall": 55.0, "json": 5.0, "decline": 2.0},
 }  # fmt: skip
 MIX = MIXES[1024]
+ALIGN = 8  # positions: a candidate block of the demo, and four groups of ratio 2
 LONGEST, SHORTEST = 3700, 150  # tokens of a recall conversation
 
 
@@ -112,7 +113,7 @@ def batch(
         begin, end = used[row], used[row] + len(tokens)
         ids[row, begin:end] = tokens
         loss[row, begin : end - 1] = said[1:]
-        used[row] = end + end % 2
+        used[row] = end + -end % ALIGN
         starts[row, begin : used[row]] = begin
     for row, end in enumerate(used):
         starts[row, end:] = end

@@ -327,9 +327,10 @@ def _pool():
 
 
 @ops.implement("moe.each_expert", "grouped", grad=True)
-def each_expert_grouped(x_RK: Tensor, weight: Experts, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def each_expert_grouped(x_RK: Tensor, weight: Experts, expert_R: Tensor, dtype: torch.dtype) -> Tensor:
     """All experts in one grouped product, without asking the device for the counts (bfloat16, sm_90)."""
-    ends = counts.cumsum(0).to(torch.int32)
+    counts = torch.zeros(weight.experts, dtype=torch.int32, device=expert_R.device)
+    ends = counts.scatter_add_(0, expert_R, torch.ones_like(expert_R, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
     return torch._grouped_mm(x_RK, weight.dense().transpose(1, 2), offs=ends).to(dtype)
 
 

@@ -95,14 +95,29 @@ def coined(rng: Random) -> str:
     return ("".join(syllables) + rng.choice(CODAS)).capitalize()
 
 
+def blended(rng: Random) -> str:
+    """A made-up name from the beginning of one listed word and the end of another, such as Umbait.
+
+    Coined names use few of the tokenizer's pieces; these use them all, so that copying works for any name.
+    """
+    first, second = (rng.choice(load()).word for _ in range(2))
+    letters = (first[: rng.randrange(2, 5)] + second[-rng.randrange(2, 5) :]).replace(" ", "").replace("-", "")
+    return letters.lower().capitalize()
+
+
+def name(rng: Random, known: list[str], share: float) -> str:
+    """A known name with this probability, else a made-up one."""
+    return rng.choice(known) if rng.random() < share else (coined if rng.random() < 0.5 else blended)(rng)
+
+
 def person(rng: Random, split: str) -> str:
     """A first name, real or made up."""
-    return held(rng, split, lambda: rng.choice(PEOPLE) if rng.random() < 0.4 else coined(rng))
+    return held(rng, split, lambda: name(rng, PEOPLE, 0.4))
 
 
 def city(rng: Random, split: str) -> str:
     """A city, real or made up."""
-    return held(rng, split, lambda: rng.choice(CITIES) if rng.random() < 0.5 else coined(rng))
+    return held(rng, split, lambda: name(rng, CITIES, 0.5))
 
 
 def number(rng: Random, split: str, digits: int) -> int:
