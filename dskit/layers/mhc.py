@@ -56,7 +56,8 @@ def mixes(X_TND: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc
 @functools.cache
 def _which(N: int, device: torch.device) -> Tensor:
     """Which of the three scales (read, write, mix) belongs to each logit, [(2+N)N]."""
-    return torch.tensor([0] * N + [1] * N + [2] * N * N, device=device)
+    with torch.inference_mode(False):  # it outlives the step that first asks for it
+        return torch.tensor([0] * N + [1] * N + [2] * N * N, device=device)
 
 
 @ops.op("mhc.read")

@@ -93,14 +93,16 @@ def attend_whole(q_BTAH: Tensor, key_BSH: Tensor, bias_BTS: Tensor, sink_A: Tens
     """`attend` for whole sequences at once, as training needs it: dense, with masks in place of indices.
 
     The last 8 of the S keys are no entries but zeros: the first of them is the sink, whose logit comes in through a
-    channel of its own. bias: 0 where a row sees a key (and the sink), -inf elsewhere. -> [B, T, A, H].
+    channel of its own. bias: 0 where a row sees a key (and the sink), -inf elsewhere, in the dtype of the keys.
+    -> [B, T, A, H] in the dtype of q.
     """
     B, T, A, H = q_BTAH.shape
+    dtype, q_BTAH = q_BTAH.dtype, cast(q_BTAH, key_BSH.dtype)
     q = torch.cat((q_BTAH, q_BTAH.new_ones(B, T, A, 1), q_BTAH.new_zeros(B, T, A, 7)), dim=-1)
     logit = F.pad((sink_A * H**0.5).to(q.dtype)[:, None, None], (0, 7, key_BSH.shape[1] - 8, 7))
     key = torch.cat((key_BSH[:, None].expand(-1, A, -1, -1), logit.expand(B, -1, -1, -1)), dim=-1)
     o = F.scaled_dot_product_attention(q.transpose(1, 2), key, key, attn_mask=bias_BTS[:, None], scale=H**-0.5)
-    return o[..., :H].transpose(1, 2)
+    return cast(o[..., :H].transpose(1, 2), dtype)
 
 
 @ops.op("mla.project")
