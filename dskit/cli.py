@@ -272,6 +272,10 @@ def explain(error: BaseException) -> CliError | None:
         return CliError(
             "not enough memory", str(error), "a smaller --max-model-len or --max-num-seqs", MEMORY
         )
+    if type(error).__module__.split(".")[0] == "openai" and getattr(error, "request", None) is not None:
+        return CliError(
+            f"no answer from {error.request.url}", str(error), "dskit serve demo, or another --url", FAILED
+        )
     if type(error).__module__.startswith("dskit.") or isinstance(error, (OSError, ValueError)):
         cause = (
             f"{type(error.__cause__).__name__}: {error.__cause__}"
