@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from dskit import ops
-from dskit.config import ModelConfig
 from dskit.engine import pools
 from dskit.layers.compress import GroupPlan
 from dskit.layers.indexer import Segment

@@ -17,7 +17,6 @@ Source: model.md 3.10; config fields engram_*.
 
 from __future__ import annotations
 
-
 import numpy as np
 import torch
 from torch import Tensor, nn

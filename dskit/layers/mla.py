@@ -32,7 +32,7 @@ from dskit.layers.indexer import Indexer, Segment
 from dskit.layers.linear import Linear, Numerics
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import rotate
-from dskit.layers.swa import RingPlan, remember_
+from dskit.layers.swa import remember_
 
 FLOOR = -1e30  # the running maximum starts here, so that a row without entries gives zeros and no NaN
 GATHER_ELEMENTS = 1 << 24  # gathered values held at once; longer steps go in blocks of rows

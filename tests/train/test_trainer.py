@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dskit import checkpoint, chat
+from dskit import chat, checkpoint
 from dskit.config import PRESETS_DIR, preset
 from dskit.train import data
 from dskit.train.muon import Muon, orthogonalise
