@@ -2,9 +2,9 @@
 
 Idea
     Each batch is a function of (seed, index) alone, so a run resumes anywhere and any number of workers gives
-    the same stream.  A row holds whole conversations, each starting with bos at a multiple of 8 positions, so that no
-    compression group and no candidate block spans two of them.  Everything an assistant says is a target, in earlier turns
-    too.
+    the same stream.  A row holds whole conversations, each starting with bos at a multiple of 8 positions, so
+    that no compression group and no candidate block spans two of them.  Everything an assistant says is a
+    target, in earlier turns too.
 
 Shapes
     `Batch.ids` int32 [rows, seq_len]; `Batch.loss` bool [rows, seq_len], True at t where token t + 1 is a
@@ -37,12 +37,12 @@ from dskit.train.skills import Item, sample
 
 __all__ = ["MIX", "Batch", "Item", "batch", "batches", "encode", "sample"]
 
-# Conversations per hundred (not tokens: a recall conversation is twenty times as long as a definition), by the longest
-# row that they are for: short rows hold what is short, long rows mostly recall.
+# Conversations per hundred (not tokens: a recall conversation is twenty times as long as a definition), by the
+# longest row that they are for: short rows hold what is short, long rows mostly recall.
 MIXES = {
     512: {"define": 52.0, "arithmetic": 26.0, "json": 12.0, "greet": 3.0, "about": 3.0, "decline": 4.0},
-    1024: {"define": 34.0, "arithmetic": 14.0, "tools": 28.0, "recall": 8.0, "json": 10.0, "greet": 2.0, "about": 2.0,
-           "decline": 3.0},
+    1024: {"define": 34.0, "arithmetic": 14.0, "tools": 28.0, "recall": 8.0, "json": 10.0, "greet": 2.0,
+           "about": 2.0, "decline": 3.0},
     4096: {"define": 20.0, "arithmetic": 5.0, "tools": 10.0, "recall": 55.0, "json": 5.0, "decline": 2.0},
 }  # fmt: skip
 MIX = MIXES[1024]

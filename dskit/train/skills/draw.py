@@ -101,23 +101,25 @@ def blended(rng: Random) -> str:
     Coined names use few of the tokenizer's pieces; these use them all, so that copying works for any name.
     """
     first, second = (rng.choice(load()).word for _ in range(2))
-    letters = (first[: rng.randrange(2, 5)] + second[-rng.randrange(2, 5) :]).replace(" ", "").replace("-", "")
-    return letters.lower().capitalize()
+    letters = first[: rng.randrange(2, 5)] + second[-rng.randrange(2, 5) :]
+    return letters.replace(" ", "").replace("-", "").lower().capitalize()
 
 
-def name(rng: Random, known: list[str], share: float) -> str:
-    """A known name with this probability, else a made-up one."""
-    return rng.choice(known) if rng.random() < share else (coined if rng.random() < 0.5 else blended)(rng)
+def name(rng: Random, split: str, known: list[str], share: float) -> str:
+    """A known name with this probability, else a made-up one; training also meets blended ones."""
+    if rng.random() < share:
+        return rng.choice(known)
+    return blended(rng) if split == "train" and rng.random() < 0.5 else coined(rng)
 
 
 def person(rng: Random, split: str) -> str:
     """A first name, real or made up."""
-    return held(rng, split, lambda: name(rng, PEOPLE, 0.4))
+    return held(rng, split, lambda: name(rng, split, PEOPLE, 0.4))
 
 
 def city(rng: Random, split: str) -> str:
     """A city, real or made up."""
-    return held(rng, split, lambda: name(rng, CITIES, 0.5))
+    return held(rng, split, lambda: name(rng, split, CITIES, 0.5))
 
 
 def number(rng: Random, split: str, digits: int) -> int:
