@@ -3,14 +3,15 @@
 One step, for any mixture of requests packed into T rows:
 
     embed -> N equal streams
-    each block:  [engram adds remembered n-grams]
-                 read one vector -> norm -> attention over window and chosen global entries -> write back, mixing
-                 read one vector -> norm -> experts                                        -> write back, mixing
+    each block:
+        [engram adds remembered n-grams]
+        read one vector -> norm -> attention over window and chosen global entries -> write back, mixing
+        read one vector -> norm -> experts                                        -> write back, mixing
     collapse the streams -> norm -> head
 
-A `Step` says which rows there are and where they meet the caches; the engine's runner makes it (engine/runner.py),
-training makes one for whole sequences (train/). Blocks hand two things on: the streams with their read weights,
-and what the source layers published (`mla.Global`).
+A `Step` says which rows there are and where they meet the caches; the engine's runner makes it
+(engine/runner.py), training makes one for whole sequences (train/). Blocks hand two things on: the streams
+with their read weights, and what the source layers published (`mla.Global`).
 
 Shapes: ids_T -> logits [rows, V] float32. Legend: layers/__init__.py.
 Errors: ConfigError when the config asks for what no layer can do.
@@ -43,10 +44,11 @@ from dskit.layers.swa import RingPlan, remember_
 class Step:
     """Everything that the rows of one forward pass need to know about themselves.
 
-    ids, pos [T]; rope: {False: window-only layers, True: layers with global KV} -> turns (rope.turns); gram [T, Q] folded
-    n-grams; image: bool [T] or None; windows: (encoder layers, decoder layers) ring plans; groups and segments per
-    ratio; tail: (kept rows, their Step) when decoder layers run on the end of a prompt only (bounded replay);
-    whole: set for whole sequences without a cache (training); wanted: rows whose logits are asked for.
+    ids, pos [T]; rope: {False: window-only layers, True: layers with global KV} -> turns (rope.turns); gram
+    [T, Q] folded n-grams; image: bool [T] or None; windows: (encoder layers, decoder layers) ring plans;
+    groups and segments per ratio; tail: (kept rows, their Step) when decoder layers run on the end of a
+    prompt only (bounded replay); whole: set for whole sequences without a cache (training); wanted: rows
+    whose logits are asked for.
     """
 
     ids: Tensor
@@ -69,7 +71,7 @@ class Step:
 
 @dataclass
 class State:
-    """What blocks hand on: the streams, the weights with which the next sublayer reads, and the draft's taps."""
+    """What blocks hand on: the streams, the next sublayer's read weights, and the draft's taps."""
 
     X: Tensor
     p: Tensor
@@ -77,9 +79,10 @@ class State:
 
 
 class Block(nn.Module):
-    """One layer: mHC around attention, mHC around the experts, and an n-gram memory where the config has one."""
+    """One layer: mHC around attention, mHC around the experts, n-gram memory where the config has one."""
 
-    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics, sizes: tuple[int, int] | None = None):
+    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics,
+                 sizes: tuple[int, int] | None = None):
         super().__init__()
         self.config, self.layer, self.numerics = config, layer, numerics
         self.attn = Attention(config, layer, numerics)
@@ -91,7 +94,7 @@ class Block(nn.Module):
             self.engram = Engram(config, layer, numerics)
 
     def forward(self, state: State, step: Step, memory: Memory, shared: Global) -> tuple[State, Step]:
-        """(state, step) -> (state, step) after this layer; the step shrinks where bounded replay drops rows."""
+        """(state, step) -> (state, step) after this layer; the step shrinks if bounded replay drops rows."""
         if hasattr(self, "engram"):
             state.X = self.engram(state.X, step.gram, step.image)
         if self.config.is_v41 and self.layer in self.config.dspark_target_layer_ids:
@@ -118,7 +121,8 @@ class Block(nn.Module):
         """Read, write and mix weights of one sublayer ("hc_attn", "hc_ffn")."""
         c = self.config
         fn, base, scale = (getattr(self, f"{part}_{name}") for name in ("fn", "base", "scale"))
-        return mhc.mixes(X, fn, base, scale, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters, self.numerics.row_tile)
+        return mhc.mixes(X, fn, base, scale, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
+                         self.numerics.row_tile)
 
 
 class Model(nn.Module):
@@ -141,7 +145,8 @@ class Model(nn.Module):
             DraftHeads.attach(self.mtp, config, numerics)
         with torch.device("cpu"):  # real numbers, also in a model that is built on the meta device
             for compressed in (False, True):
-                self.register_buffer(f"frequency_{compressed:d}", frequencies(config, compressed), persistent=False)
+                self.register_buffer(f"frequency_{compressed:d}", frequencies(config, compressed),
+                                     persistent=False)
 
     def forward(self, step: Step, memory: Memory) -> Tensor:
         """Logits, float32 [rows, V], of the rows that the step wants (all rows when it names none)."""
@@ -169,24 +174,28 @@ class Model(nn.Module):
 
     def draft(self, step: Step, memory: Memory, shape: tuple[int, int], pick: Callable[[Tensor], Tensor]
               ) -> tuple[Tensor, Tensor, Tensor]:
-        """One round of drafting for B requests of M rows: (tokens [B, M], logits [B, M, V], confidence [B, M]).
+        """One drafting round for B requests of M rows: (tokens [B, M], logits [B, M, V], confidence [B, M]).
 
-        The step's rows are [newest token, noise ...] of each request; its window plan commits nothing and lets every
-        row read the ring and the whole block.
+        The step's rows are [newest token, noise ...] of each request; its window plan commits nothing and
+        lets every row read the ring and the whole block.
         """
         X = self.embed(step.ids)[:, None].expand(-1, self.config.hc_mult, -1)
         state = State(X, mhc.first_read(X.shape[0], X.shape[1], X.device))
         for stage in self.mtp:
             state, _ = stage(state, step, memory, Global())
         last = self.mtp[-1]
-        p = state.p if self.config.is_v41 else mhc.collapse_weights(state.X, last, self.config, self.numerics.row_tile)
+        p = state.p
+        if not self.config.is_v41:
+            p = mhc.collapse_weights(state.X, last, self.config, self.numerics.row_tile)
         x = mhc.read(p, state.X, self.numerics.dtype)
         base = self.logits(last.norm(x)).unflatten(0, shape)
         return propose(x.unflatten(0, shape), base, step.ids.unflatten(0, shape)[:, 0], last, pick)
 
     def collapse(self, state: State) -> Tensor:
         """Streams -> one vector: with the last FFN's read weights, or V4's own."""
-        p = state.p if self.config.is_v41 else mhc.collapse_weights(state.X, self, self.config, self.numerics.row_tile)
+        p = state.p
+        if not self.config.is_v41:
+            p = mhc.collapse_weights(state.X, self, self.config, self.numerics.row_tile)
         return mhc.read(p, state.X, self.numerics.dtype)
 
     def logits(self, x: Tensor) -> Tensor:

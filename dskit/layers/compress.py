@@ -1,9 +1,9 @@
 """KV compressor: pools groups of `ratio` tokens into one global entry, written once and read by many layers.
 
-Idea: only the KV source layers compress. Of each group of r tokens, every channel takes its own softmax-weighted
-mean of the r values; the result is normed and becomes the global key-and-value of all layers up to the next
-source. Ratio 1 is a plain projection. V4's ratio 4 overlaps: a token has one role in its own group and another in
-the next one, so an entry pools eight slots.
+Idea: only the KV source layers compress. Of each group of r tokens, every channel takes its own
+softmax-weighted mean of the r values; the result is normed and becomes the global key-and-value of all layers
+up to the next source. Ratio 1 is a plain projection. V4's ratio 4 overlaps: a token has one role in its own
+group and another in the next one, so an entry pools eight slots.
 
     v = x Wkv,  g = x Wgate (+ ape[position mod r] in V4),  entry = rms( sum_u softmax_u(g) * v )
 
@@ -44,12 +44,12 @@ class GroupPlan:
 
 @ops.op("compress.pool")
 def pool(v_EUH: Tensor, g_EUH: Tensor) -> Tensor:
-    """Softmax of g over the U members of a group, per channel; the mean of v under it, [E, H]. g is -inf where absent."""
+    """Mean of v under the softmax of g over a group's U members, per channel, [E, H]; absent g is -inf."""
     return (g_EUH.softmax(dim=1) * v_EUH).sum(dim=1)
 
 
 class Compressor(nn.Module):
-    """Makes un-rotated latents of completed groups; `width` is head_dim, or index_head_dim for V4's index keys."""
+    """Un-rotated latents of completed groups; `width` is head_dim, or index_head_dim for V4's index keys."""
 
     def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, width: int):
         super().__init__()
@@ -80,6 +80,6 @@ class Compressor(nn.Module):
         return self.norm(pool(v, g).to(self.numerics.dtype))
 
     def _roles(self, member: Tensor) -> Tensor:
-        """Of 2r members, the earlier r play their first half (next entry), the later r their second (own entry)."""
+        """Of 2r members, the earlier r play their first half (next entry), the later r the second (own)."""
         earlier, later = member.chunk(2, dim=1)
         return torch.cat((earlier[..., : self.width], later[..., self.width :]), dim=1)

@@ -1,14 +1,17 @@
 """DSpark: a small draft model that proposes a block of tokens, which the full model then checks in one step.
 
-Idea: tapped streams of a few late layers are projected to one vector per committed token and cached as keys by
-each draft stage. A round runs the block [newest token, noise, noise, ...] once through the stages, window-only and
-not causal inside the block; a low-rank Markov head then walks left to right and adds what the token just drafted
-says about the next. A confidence head estimates for each draft whether it will be accepted.
+Idea: tapped streams of a few late layers are projected to one vector per committed token and cached
+as keys by each draft stage. A round runs the block [newest token, noise, noise, ...] once through
+the stages, window-only and not causal inside the block; a low-rank Markov head then walks left to
+right and adds what the token just drafted says about the next. A confidence head estimates for each
+draft whether it will be accepted.
 
     main = rms(concat(taps) Wmain),  tap = mean of the streams entering the layer (V4: leaving it)
-    logit_i = head(rms(x_i)) + markov_embed[token_i] markov_head^T,   conf_i = [x_i, markov_embed[token_i]] proj^T
+    logit_i = head(rms(x_i)) + markov_embed[token_i] markov_head^T
+    conf_i = [x_i, markov_embed[token_i]] proj^T
 
-Shapes: taps [T, D] each -> main_TD; block rows x [B, M, D], base logits [B, M, V] -> tokens [B, M], logits, conf [B, M].
+Shapes: taps [T, D] each -> main_TD; block rows x [B, M, D], base logits [B, M, V] -> tokens [B, M],
+logits, conf [B, M].
 State: per stage a window ring of keys made from main; the block's own keys are never kept.
 Errors: none of its own.
 Numerics: taps are stored in the dtype of values; Markov and confidence products are float32.
@@ -37,7 +40,7 @@ def tap(X_TND: Tensor) -> Tensor:
 
 @ops.op("dspark.markov")
 def markov(base_BV: Tensor, m_BR: Tensor, head_VR: Tensor) -> Tensor:
-    """Draft logits of one position: the block's own plus the bias that the previous token's embedding m gives."""
+    """Draft logits of one position: the block's own plus the bias from the previous token's embedding m."""
     return base_BV + up(m_BR) @ up(head_VR).T
 
 
@@ -57,13 +60,14 @@ class MarkovHead(nn.Module):
 
 
 class DraftHeads(nn.Module):
-    """The parts of the draft that are not blocks; they live on its first and its last stage, as in the checkpoint."""
+    """The draft's parts that are not blocks; they live on its first and last stage, as in the checkpoint."""
 
     @staticmethod
     def attach(stages: nn.ModuleList, config: ModelConfig, numerics: Numerics) -> None:
         """Put main_proj and main_norm on the first stage, norm, Markov and confidence heads on the last."""
         D, first, last = config.hidden_size, stages[0], stages[-1]
-        first.main_proj = Linear(D * len(config.dspark_target_layer_ids), D, numerics, block=config.weight_block_size)
+        first.main_proj = Linear(D * len(config.dspark_target_layer_ids), D, numerics,
+                                 block=config.weight_block_size)
         first.main_norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype)
         last.norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype)
         last.markov_head = MarkovHead(config, numerics)
@@ -79,8 +83,8 @@ def main_projection(taps: list[Tensor], stages: nn.ModuleList, numerics: Numeric
     return first.main_norm(first.main_proj(numerics.activation(torch.cat(taps, dim=-1))))
 
 
-def propose(x_BMD: Tensor, base_BMV: Tensor, token_B: Tensor, last: nn.Module, pick: Callable[[Tensor], Tensor]
-            ) -> tuple[Tensor, Tensor, Tensor]:
+def propose(x_BMD: Tensor, base_BMV: Tensor, token_B: Tensor, last: nn.Module,
+            pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the block left to right: (tokens [B, M], logits [B, M, V], confidence logits [B, M]).
 
     token_B is the newest committed token; `pick` turns logits [B, V] into tokens [B] (argmax, or a sampler).

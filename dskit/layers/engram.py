@@ -1,11 +1,12 @@
 """Engram: a memory of n-grams that is looked up, not computed.
 
 Idea: the last 2, 3 and 4 token ids are hashed to rows of a huge table; the rows are projected to one key per
-residual stream and one shared value, and a gate (how well the key fits the stream) decides how much of the value
-is added. Ids are first folded (case, accents and spaces merged), so that spelling variants share rows.
+residual stream and one shared value, and a gate (how well the key fits the stream) decides how much of the
+value is added. Ids are first folded (case, accents and spaces merged), so that spelling variants share rows.
 
     h_s = h_{s-1} xor (id[t-s] * multiplier[s]),  row = offset + h_s mod prime
-    X_j += sigmoid(copysign(sqrt(max(|d_j|, 1e-6)), d_j)) * value,   d_j = <rms(X_j) q_weight_j, rms(key_j) k_weight_j> / sqrt(D)
+    X_j += sigmoid(copysign(sqrt(max(|d_j|, 1e-6)), d_j)) * value,
+    d_j = <rms(X_j) q_weight_j, rms(key_j) k_weight_j> / sqrt(D)
 
 Shapes: gram [T, Q] folded ids, newest first -> rows [T, C] -> X_TND changed in place of X.
 State: the engine remembers the last Q-1 ids of a request; nothing else.
@@ -28,7 +29,7 @@ from dskit.layers.norm import up
 
 
 def fold_vocabulary(tokenizer) -> np.ndarray:
-    """Folded number of every id of a `tokenizers.Tokenizer`, int64 [V]: equal text up to case, accents, spaces."""
+    """Folded numbers of a `tokenizers.Tokenizer`'s ids, int64 [V]: equal text up to case, accents, spaces."""
     from tokenizers import Regex, normalizers
 
     fold = normalizers.Sequence([
@@ -45,7 +46,7 @@ def fold_vocabulary(tokenizer) -> np.ndarray:
 
 
 def folding(config: ModelConfig, tokenizer=None) -> np.ndarray:
-    """The folding of a checkpoint, int64 [vocab_size]; without a tokenizer `id % engram_compressed_vocab_size`.
+    """A checkpoint's folding, int64 [vocab_size]; without a tokenizer `id % engram_compressed_vocab_size`.
 
     Raises ValueError when the tokenizer folds to another size than `engram_compressed_vocab_size`.
     """
@@ -54,8 +55,8 @@ def folding(config: ModelConfig, tokenizer=None) -> np.ndarray:
         return np.arange(config.vocab_size, dtype=np.int64) % size
     folded = fold_vocabulary(tokenizer)
     if folded.max() + 1 != size:
-        raise ValueError(f"engram_compressed_vocab_size is {size}, but the tokenizer folds to {folded.max() + 1}; "
-                         "use the tokenizer.json that belongs to the checkpoint")
+        raise ValueError(f"engram_compressed_vocab_size is {size}, but the tokenizer folds to "
+                         f"{folded.max() + 1}; use the tokenizer.json that belongs to the checkpoint")
     rest = np.full(max(0, config.vocab_size - len(folded)), folded[config.engram_pad_token_id])
     return np.concatenate((folded, rest))
 
@@ -63,13 +64,14 @@ def folding(config: ModelConfig, tokenizer=None) -> np.ndarray:
 def multipliers(config: ModelConfig, layer: int) -> np.ndarray:
     """Odd hash multipliers of an engram layer, int64 [Q]; products with folded ids stay below 2^63."""
     bound = max(1, (2**63 - 1) // config.engram_compressed_vocab_size // 2)
-    draw = np.random.default_rng(10007 * layer).integers(0, bound, size=config.engram_max_ngram_size, dtype=np.int64)
+    random = np.random.default_rng(10007 * layer)
+    draw = random.integers(0, bound, size=config.engram_max_ngram_size, dtype=np.int64)
     return 2 * draw + 1
 
 
 @ops.op("engram.hash", grad=False)
 def hash_rows(gram_TQ: Tensor, multiplier_Q: Tensor, prime_SC: Tensor, offset_SC: Tensor) -> Tensor:
-    """Table rows [T, (Q-1)*C] of folded n-grams, newest id first, all int64; prime and offset are [Q-1, C]."""
+    """Table rows [T, (Q-1)*C] of folded n-grams, newest id first, all int64; prime, offset [Q-1, C]."""
     product = gram_TQ * multiplier_Q
     rows, h = [], product[:, 0]
     for s in range(1, gram_TQ.shape[1]):
@@ -79,8 +81,8 @@ def hash_rows(gram_TQ: Tensor, multiplier_Q: Tensor, prime_SC: Tensor, offset_SC
 
 
 @ops.op("engram.gate")
-def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, k_weight_ND: Tensor, eps: float,
-         steady: bool = False) -> Tensor:
+def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, k_weight_ND: Tensor,
+         eps: float, steady: bool = False) -> Tensor:
     """Add the value to every stream, as far as its key fits it: X_TND of the same dtype."""
     X, key = up(X_TND), up(key_TND)
     norm = torch.rsqrt(X.pow(2).mean(-1) + eps) * torch.rsqrt(key.pow(2).mean(-1) + eps)
@@ -90,7 +92,7 @@ def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, 
 
 
 class Table(nn.Module):
-    """The rows: e4m3 codes [rows, Y] with E8M0 scales [rows, Y/32], restored when read; or numbers while training."""
+    """Rows: e4m3 codes [rows, Y] and E8M0 scales [rows, Y/32], restored when read; or numbers in training."""
 
     def __init__(self, rows: int, width: int, numerics: Numerics):
         super().__init__()
@@ -115,7 +117,8 @@ class Engram(nn.Module):
         at = config.engram_layer_ids.index(layer)
         primes = np.array(config.engram_primes[at], dtype=np.int64)  # [Q-1, C]
         offsets = np.concatenate(([0], primes.reshape(-1).cumsum()[:-1])).reshape(primes.shape)
-        for name, value in (("multiplier", multipliers(config, layer)), ("prime", primes), ("offset", offsets)):
+        for name, value in (("multiplier", multipliers(config, layer)), ("prime", primes),
+                            ("offset", offsets)):
             self.register_buffer(name, torch.tensor(value, device="cpu"), persistent=False)
         self.embed = Table(config.engram_num_embeddings[at], config.engram_head_dim, numerics)
         columns, D = primes.size, config.hidden_size
@@ -128,5 +131,6 @@ class Engram(nn.Module):
         """Inject the memory of the n-grams ending at each token; image tokens pass through unchanged."""
         rows = hash_rows(gram_TQ, self.multiplier, self.prime, self.offset)
         kv = self.wkv(self.numerics.activation(self.embed(rows))).unflatten(-1, (self.streams + 1, -1))
-        mixed = gate(X_TND, kv[:, :-1], kv[:, -1], self.q_weight, self.k_weight, self.eps, self.numerics.steady)
+        mixed = gate(X_TND, kv[:, :-1], kv[:, -1], self.q_weight, self.k_weight, self.eps,
+                     self.numerics.steady)
         return mixed if image_T is None else torch.where(image_T[:, None, None], X_TND, mixed)

@@ -1,15 +1,17 @@
 """Sparse indexer: scores every global entry cheaply and selects the few that attention will read.
 
-Idea: small index queries meet small index keys; rectified dot products are summed under per-token head weights,
-and the K best visible entries are kept. A candidate source also publishes the best blocks of entries, and later
-index layers let only those compete. Layers that are no index source reuse the newest selection.
+Idea: small index queries meet small index keys; rectified dot products are summed under
+per-token head weights, and the K best visible entries are kept. A candidate source also
+publishes the best blocks of entries, and later index layers let only those compete. Layers that
+are no index source reuse the newest selection.
 
     score[t, s] = sum_h w[t, h] * max(0, q[t, h] . key[s]),   s visible when s < (t + 1) // ratio
 
-Shapes: q [B, Q, X, Y] (X index heads of width Y), keys [B, S, Y] -> scores [B, Q, S] -> chosen [B, Q, K], ascending,
--1 where fewer are visible. Q is the rows per request of a segment.
+Shapes: q [B, Q, X, Y] (X index heads of width Y), keys [B, S, Y] -> scores [B, Q, S] -> chosen [B, Q, K],
+ascending, -1 where fewer are visible. Q is the rows per request of a segment.
 Errors: none of its own.
-Numerics: release scores are bfloat16 after the dot product, the head product and the sum; ties go to the lower index.
+Numerics: release scores are bfloat16 after the dot product, the head product and the sum; ties go to the
+lower index.
 Kernel: kernels/indexer.py (indexer.scores, indexer.blocks, indexer.topk)
 Source: model.md 3.9, 6.2, 9; config fields index_topk, candidate_topk_blocks, candidate_block_size.
 """
@@ -36,7 +38,8 @@ SCORE_ELEMENTS = 1 << 24  # products held at once; longer prefills are scored in
 class Segment:
     """Consecutive rows of requests that add equally many rows, for one ratio.
 
-    rows: slice of the step; visible [B, Q]: how many entries each row may see; table [B, S]: pool rows of the entries.
+    rows: slice of the step; visible [B, Q]: how many entries each row may see;
+    table [B, S]: pool rows of the entries.
     """
 
     rows: slice
@@ -47,7 +50,7 @@ class Segment:
 
 @ops.op("indexer.scores")
 def scores(q_BQXY: Tensor, weight_BQX: Tensor, key_BSY: Tensor, row_tile: int | None = None) -> Tensor:
-    """Index scores [B, Q, S] in the dtype of `weight`, which also holds the products (bfloat16 in release)."""
+    """Scores [B, Q, S] in the dtype of `weight`, which also holds the products (bfloat16 in release)."""
     dtype, wide = weight_BQX.dtype, torch.promote_types(weight_BQX.dtype, torch.float32)
     B, Q, X, Y = q_BQXY.shape
     S = key_BSY.shape[1]
@@ -69,7 +72,7 @@ def scores(q_BQXY: Tensor, weight_BQX: Tensor, key_BSY: Tensor, row_tile: int | 
 
 @ops.op("indexer.blocks")
 def blocks(score_BQS: Tensor, visible_BQ: Tensor, size: int, count: int) -> Tensor:
-    """Candidate blocks: bool [B, Q, S], true in the `count` best blocks; the newest visible block always stays."""
+    """Candidates: bool [B, Q, S], true in the `count` best blocks; the newest visible block always stays."""
     S = score_BQS.shape[-1]
     best = F.pad(score_BQS, (0, -S % size), value=float("-inf")).unflatten(-1, (-1, size)).amax(dim=-1)
     best.scatter_(-1, ((visible_BQ - 1).clamp(min=0) // size)[..., None], float("inf"))
@@ -92,7 +95,7 @@ _MINUS_INFINITY = -0x7F800001  # the rank of -inf before its place is added
 
 
 def _ranks(score: Tensor) -> Tensor:
-    """One int64 per score, in the order of the scores; of equal ones the earlier ranks higher, so none are equal."""
+    """One int64 per score, in the scores' order; of equals the earlier ranks higher, so none are equal."""
     bits = (score.float() + 0.0).view(torch.int32)  # -0 becomes 0, its equal
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # floats of either sign in the order of integers
     return (order << 32) + torch.arange(score.shape[-1] - 1, -1, -1, device=score.device)
@@ -103,8 +106,8 @@ def hadamard(v: Tensor) -> Tensor:
     width, y = v.shape[-1], v.float()
     half = 1
     while half < width:
-        pair = y.unflatten(-1, (-1, 2, half))
-        y = torch.stack((pair[..., 0, :] + pair[..., 1, :], pair[..., 0, :] - pair[..., 1, :]), dim=-2).flatten(-3)
+        a, b = y.unflatten(-1, (-1, 2, half)).unbind(dim=-2)
+        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         half *= 2
     return (y * width**-0.5).to(v.dtype)
 
@@ -116,7 +119,8 @@ class Indexer(nn.Module):
         super().__init__()
         self.config, self.layer, self.numerics = config, layer, numerics
         self.heads, self.width = config.index_n_heads, config.index_head_dim
-        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, numerics, block=config.weight_block_size)
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, numerics,
+                           block=config.weight_block_size)
         self.weights_proj = Linear(config.hidden_size, self.heads, numerics, fmt="bf16")
         if layer in config.kv_source_layer_ids:
             if config.is_v41:
@@ -140,7 +144,8 @@ class Indexer(nn.Module):
         q = rotate(self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width)), turn)
         return self._round(q), self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
 
-    def score(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor, segments: list[Segment]) -> list[Tensor]:
+    def score(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor,
+              segments: list[Segment]) -> list[Tensor]:
         """Scores [B, Q, S] per segment, -inf outside what a row may see."""
         q, weight = self.query(x_TD, latent_TR, turn)
         found = []
@@ -155,7 +160,8 @@ class Indexer(nn.Module):
                ) -> tuple[list[Tensor], list[Tensor] | None]:
         """(chosen entries [B, Q, K] per segment, candidate masks that later index sources must respect)."""
         if self.layer == self.config.candidate_source_layer_id:
-            candidates = [blocks(of, seg.visible, self.config.candidate_block_size, self.config.candidate_topk_blocks)
+            candidates = [blocks(of, seg.visible, self.config.candidate_block_size,
+                                 self.config.candidate_topk_blocks)
                           for of, seg in zip(found, segments, strict=True)]
         elif candidates is not None:
             found = [of.masked_fill(~keep, float("-inf")) for of, keep in zip(found, candidates, strict=True)]

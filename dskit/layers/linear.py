@@ -8,8 +8,8 @@ rounded tensor is held as plain floating point: quantise, restore, and go on.
     s = pow2ceil(max(amax, 6 2^-126) / 6), fq4(v)  = e2m1(v / s) * s        per 32 channels
     s = e4m3(max(amax, 6 2^-9) / 6),       fq4e(v) = e2m1(v / s) * s        per 16 channels
 
-Shapes: x_TK @ weight_NK.T -> y_TN. FP8 scales are [ceil(N/32), ceil(K/32)], MXFP4 codes [N, K/2] uint8 with the
-even channel in the low nibble and scales [N, K/32].
+Shapes: x_TK @ weight_NK.T -> y_TN. FP8 scales are [ceil(N/32), ceil(K/32)], MXFP4 codes [N, K/2] uint8 with
+the even channel in the low nibble and scales [N, K/32].
 Units: scales are E8M0 bytes: 2^(byte - 127), 255 is NaN.
 Errors: ValueError when a width does not suit its format.
 Numerics: restored values are exact in float32; sums are float32. "exact" numerics leave every rounding out.
@@ -34,15 +34,15 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-# ---- scales and codes ---------------------------------------------------------------------------------------
+# ---- scales and codes --------------------------------------------------------------------------------------
 
 def pow2ceil(v: Tensor) -> Tensor:
-    """Smallest power of two >= v, from the float32 bits (v positive); exp2(ceil(log2)) errs on exact powers."""
+    """Smallest power of two >= v, from float32 bits (v positive); exp2(ceil(log2)) errs on exact powers."""
     return ((v.float().view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def scale_for(amax: Tensor, largest: float) -> Tensor:
-    """Smallest power of two s with amax <= s * largest (float32): pow2ceil(amax / largest) in integer arithmetic.
+    """Smallest power of two s with amax <= s * largest (float32): pow2ceil(amax / largest) in integers.
 
     Dividing by `largest` takes its exponent off and compares mantissas, so the one addition does both.
     """
@@ -52,12 +52,12 @@ def scale_for(amax: Tensor, largest: float) -> Tensor:
 
 
 def e4m3(v: Tensor) -> Tensor:
-    """Round to the nearest e4m3 value (ties to even), held in v's dtype; clamped first, since casts differ."""
+    """Round to the nearest e4m3 value (ties to even), in v's dtype; clamped first, since casts differ."""
     return v.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(v.dtype)
 
 
 def e2m1(v: Tensor) -> Tensor:
-    """Round float32 to the nearest e2m1 value, ties to the even code: steps of 0.5 below 2, 1 below 4, else 2."""
+    """Round float32 to the nearest e2m1 value, ties to even: steps of 0.5 below 2, 1 below 4, else 2."""
     v = v.clamp(-E2M1_MAX, E2M1_MAX)
     step = (v.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(1.0, 4.0).mul(0.5)
     return v.div(step).round().mul(step)
@@ -74,8 +74,8 @@ def _groups(v: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
     """Quantise and restore along the last axis; `fmt` is fp8_<group>, fp4_32 or fp4_16 (e4m3 scales).
 
-    v [..., K] of any float dtype -> [..., K] of `dtype`, which must hold the restored values exactly. A gradient
-    passes straight through: the rounding has none of its own.
+    v [..., K] of any float dtype -> [..., K] of `dtype`, which must hold the restored values exactly. A
+    gradient passes straight through: the rounding has none of its own.
     """
     if torch.is_grad_enabled() and v.requires_grad:
         return _StraightThrough.apply(v, fmt, dtype)
@@ -109,7 +109,7 @@ class _StraightThrough(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None
 
 
-# ---- stored weights -----------------------------------------------------------------------------------------
+# ---- stored weights ----------------------------------------------------------------------------------------
 
 def scale_bytes(scale: Tensor) -> Tensor:
     """E8M0 bytes of power-of-two float32 scales; the exponent field is the byte."""
@@ -122,7 +122,7 @@ def scale_values(scale: Tensor) -> Tensor:
 
 
 def pack_fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Weights [N, K] -> (e4m3 codes [N, K], E8M0 scales [ceil(N/b0), ceil(K/b1)]); largest code per block near 448."""
+    """Weights [N, K] -> (e4m3 codes [N, K], E8M0 scales [ceil(N/b0), ceil(K/b1)]); block maxima near 448."""
     rows, cols = weight.shape
     padded = F.pad(weight.float(), (0, -cols % block[1], 0, -rows % block[0]))
     tiles = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # [n, b0, k, b1]
@@ -159,7 +159,7 @@ def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (value.unflatten(-1, (-1, 32)) * scale_values(scale).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-# ---- numerics -----------------------------------------------------------------------------------------------
+# ---- numerics ----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Numerics:
@@ -206,17 +206,17 @@ class Numerics:
         return quantize(x, self.activation_format, self.compute) if self.release else x
 
     def cache(self, v: Tensor, fmt: str) -> Tensor:
-        """A cached vector (window, global, index): rounded in `fmt`, in the compute dtype, as the caches hold it."""
+        """A cached vector (window, global, index): rounded in `fmt`, in the compute dtype, as it is held."""
         return quantize(v, fmt, self.compute) if self.release else v
 
 
-# ---- functions of single elements ---------------------------------------------------------------------------
+# ---- functions of single elements --------------------------------------------------------------------------
 
 def sigmoid(x: Tensor, steady: bool = False) -> Tensor:
     """1 / (1 + exp(-x)); `steady`: an element's bits do not depend on where in the tensor it stands.
 
-    torch.sigmoid, silu and softplus compute the last elements of a tensor in another way than those before, which
-    ties a row to its batch; exp and log1p do not. Steady values have no gradient for x below -88.
+    torch.sigmoid, silu and softplus compute the last elements of a tensor in another way than those before,
+    which ties a row to its batch; exp and log1p do not. Steady values have no gradient for x below -88.
     """
     return 1 / (1 + torch.exp(-x)) if steady else torch.sigmoid(x)
 
@@ -231,7 +231,7 @@ def softplus(x: Tensor, steady: bool = False) -> Tensor:
     return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20)))) if steady else F.softplus(x)
 
 
-# ---- products -----------------------------------------------------------------------------------------------
+# ---- products ----------------------------------------------------------------------------------------------
 
 @ops.op("linear.matmul")
 def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
@@ -262,11 +262,12 @@ class Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.numerics, self.fmt, self.block = numerics, fmt, block
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=numerics.compute), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=numerics.compute),
+                                   requires_grad=False)
         self.scale: nn.Parameter | None = None
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x [..., K] (rounded already where the weight is FP8) -> [..., N] in the dtype of values, or `dtype`."""
+        """x [..., K] (rounded already for an FP8 weight) -> [..., N] in the dtype of values, or `dtype`."""
         return matmul(x, self.dense(), dtype or self.numerics.dtype, self.numerics.row_tile)
 
     def dense(self) -> Tensor:
@@ -277,10 +278,10 @@ class Linear(nn.Module):
 
 
 class Experts(nn.Module):
-    """Stacked weights of all routed experts of a layer, [E, N, K]: "fp4" codes [E, N, K/2], "fp8" blocks, or numbers."""
+    """A layer's routed experts, stacked [E, N, K]: "fp4" codes [E, N, K/2], "fp8" blocks, or numbers."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int, numerics: Numerics, *, fmt: str = "fp4",
-                 block: tuple[int, int] = (32, 32)):
+    def __init__(self, experts: int, in_features: int, out_features: int, numerics: Numerics, *,
+                 fmt: str = "fp4", block: tuple[int, int] = (32, 32)):
         super().__init__()
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.numerics, self.fmt, self.block = numerics, fmt, block

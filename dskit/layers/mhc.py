@@ -1,9 +1,9 @@
 """mHC: manifold-constrained hyper-connections, N residual streams instead of one.
 
 Idea: the residual is N parallel copies. A sublayer reads one weighted sum of them and writes back to all; in
-between the copies are mixed by an N x N matrix that is made doubly stochastic, so that mixing neither grows nor
-shrinks the state. All weights are computed per token from the state. In V4.1 a sublayer reads with the weights
-that the sublayer before it computed.
+between the copies are mixed by an N x N matrix that is made doubly stochastic, so that mixing neither grows
+nor shrinks the state. All weights are computed per token from the state. In V4.1 a sublayer reads with the
+weights that the sublayer before it computed.
 
     m = (f fn^T) / sqrt(mean(f^2) + eps),  f = all streams in a row
     read p = sigmoid(m scale + base) + hc_eps,  write q = 2 sigmoid(...),  mix C = sinkhorn(...)
@@ -84,7 +84,8 @@ def add_parameters(module: nn.Module, config: ModelConfig, parts: tuple[str, ...
     """Give a block the parameters `<part>_fn`, `<part>_base`, `<part>_scale` of its sublayers, float32."""
     N = config.hc_mult
     for part in parts:
-        for name, shape in (("fn", ((2 + N) * N, N * config.hidden_size)), ("base", ((2 + N) * N,)), ("scale", (3,))):
+        for name, shape in (("fn", ((2 + N) * N, N * config.hidden_size)), ("base", ((2 + N) * N,)),
+                            ("scale", (3,))):
             module.register_parameter(f"{part}_{name}", nn.Parameter(torch.zeros(shape), requires_grad=False))
 
 
@@ -95,7 +96,8 @@ def add_collapse(module: nn.Module, config: ModelConfig) -> None:
         module.register_parameter(f"hc_head_{name}", nn.Parameter(torch.zeros(shape), requires_grad=False))
 
 
-def collapse_weights(X_TND: Tensor, module: nn.Module, config: ModelConfig, row_tile: int | None = None) -> Tensor:
+def collapse_weights(X_TND: Tensor, module: nn.Module, config: ModelConfig,
+                     row_tile: int | None = None) -> Tensor:
     """V4: read weights p_TN of the final collapse (not normalised to sum one)."""
     f = up(X_TND).flatten(1)
     m = matmul(f, module.hc_head_fn, f.dtype, row_tile)

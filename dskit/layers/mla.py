@@ -1,17 +1,17 @@
 """MLA: 64 query heads attend to one shared key-and-value vector per token, through a low-rank query.
 
 Idea: a token is remembered by a single vector that is key and value for every head. A query row reads its
-window (swa.py) and the global entries that the indexer chose, in one softmax with a learned sink that only adds
-to the denominator. Because the values carry a rotation, the output is rotated back; heads then leave in groups,
-each through its own low-rank projection.
+window (swa.py) and the global entries that the indexer chose, in one softmax with a learned sink that only
+adds to the denominator. Because the values carry a rotation, the output is rotated back; heads then leave in
+groups, each through its own low-rank projection.
 
     q = rotate(rms(x Wq_a) Wq_b),  c = rotate(rms(x Wkv)),  z = q . e / sqrt(H)
     o = unrotate( sum_e exp(z_e) e / (sum_e exp(z_e) + exp(sink)) ),  y = concat_g(o_g Wo_a[g]) Wo_b
 
-Shapes: x_TD -> y_TD; q [T, A, H]; window line [S, H] read by [T, W], global pool [S', H] read by [T, K], -1 for none.
-State: the window ring and, at KV sources, the global pool, the index keys and the open groups; see model.Step.
+Shapes: x_TD -> y_TD; q [T, A, H]; window line [S, H] read by [T, W], pool [S', H] by [T, K], -1 for none.
+State: the window ring and, at KV sources, the global pool, index keys and open groups; see model.Step.
 Errors: none of its own.
-Numerics: scores and softmax in float32; probabilities rounded to bfloat16 only for the product with the values.
+Numerics: scores and softmax in float32; probabilities rounded to bfloat16 only for the product with values.
 Kernel: kernels/mla.py (mla.attend, mla.project)
 Source: model.md 3.7, 6.2; config fields q_lora_rank, o_groups, o_lora_rank, sliding_window.
 Try: notebooks/01_mla.ipynb
@@ -40,9 +40,10 @@ GATHER_ELEMENTS = 1 << 24  # gathered values held at once; longer steps go in bl
 
 @dataclass
 class Memory:
-    """What attention reads and writes beyond the step itself; None pools mean whole sequences without a cache.
+    """What attention reads and writes beyond the step itself; None pools: whole sequences without a cache.
 
-    windows[layer], carries[source], index_carries[source]: rings. entries[source], keys[source]: pools by row.
+    windows[layer], carries[source], index_carries[source]: rings.
+    entries[source], keys[source]: pools by row.
     """
 
     windows: dict[int, Tensor] = field(default_factory=dict)
@@ -63,9 +64,9 @@ class Global:
 
 
 @ops.op("mla.attend")
-def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor | None, chosen_TK: Tensor | None,
-           sink_A: Tensor, dtype: torch.dtype) -> Tensor:
-    """Attention of every row over its window and its chosen entries, [T, A, H] of `dtype`; -1 reads nothing."""
+def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor | None,
+           chosen_TK: Tensor | None, sink_A: Tensor, dtype: torch.dtype) -> Tensor:
+    """Attention of every row over its window and chosen entries, [T, A, H] of `dtype`; -1 reads nothing."""
     index = read_TW if chosen_TK is None else torch.cat((read_TW, chosen_TK), dim=1)
     rows = max(1, GATHER_ELEMENTS // max(1, q_TAH.shape[-1] * index.shape[1]))
     parts = []
@@ -82,7 +83,7 @@ def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor
 
 
 def _softmax_parts(z: Tensor, sink_A: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerators and denominator of a softmax of z [T, A, S] with one more logit, the sink, in the denominator only."""
+    """Numerators and denominator of a softmax of z [T, A, S]; the sink is a logit of the denominator only."""
     top = z.detach().amax(dim=-1, keepdim=True).clamp(min=FLOOR)
     weight = (z - top).exp()
     return weight, weight.sum(dim=-1, keepdim=True) + (sink_A[:, None] - top).exp()
@@ -92,8 +93,9 @@ def _softmax_parts(z: Tensor, sink_A: Tensor) -> tuple[Tensor, Tensor]:
 def attend_whole(q_BTAH: Tensor, key_BSH: Tensor, bias_BTS: Tensor, sink_A: Tensor) -> Tensor:
     """`attend` for whole sequences at once, as training needs it: dense, with masks in place of indices.
 
-    The last 8 of the S keys are no entries but zeros: the first of them is the sink, whose logit comes in through a
-    channel of its own. bias: 0 where a row sees a key (and the sink), -inf elsewhere, in the dtype of the keys.
+    The last 8 of the S keys are no entries but zeros: the first of them is the sink, whose logit
+    comes in through a channel of its own. bias: 0 where a row sees a key (and the sink), -inf
+    elsewhere, in the dtype of the keys.
     -> [B, T, A, H] in the dtype of q.
     """
     B, T, A, H = q_BTAH.shape
@@ -101,13 +103,15 @@ def attend_whole(q_BTAH: Tensor, key_BSH: Tensor, bias_BTS: Tensor, sink_A: Tens
     q = torch.cat((q_BTAH, q_BTAH.new_ones(B, T, A, 1), q_BTAH.new_zeros(B, T, A, 7)), dim=-1)
     logit = F.pad((sink_A * H**0.5).to(q.dtype)[:, None, None], (0, 7, key_BSH.shape[1] - 8, 7))
     key = torch.cat((key_BSH[:, None].expand(-1, A, -1, -1), logit.expand(B, -1, -1, -1)), dim=-1)
-    o = F.scaled_dot_product_attention(q.transpose(1, 2), key, key, attn_mask=bias_BTS[:, None], scale=H**-0.5)
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), key, key, attn_mask=bias_BTS[:, None],
+                                       scale=H**-0.5)
     return cast(o[..., :H].transpose(1, 2), dtype)
 
 
 @ops.op("mla.project")
-def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
-    """Grouped output projection: heads of group g through weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
+def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype,
+            row_tile: int | None = None) -> Tensor:
+    """Grouped output projection: heads of group g times weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
     o_GTX = o_TAH.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)
     o_GTX = cast(o_GTX, weight.dtype)
     w_GXO = weight.unflatten(0, (groups, -1)).transpose(1, 2)
@@ -136,7 +140,8 @@ class Attention(nn.Module):
         self.wkv = Linear(config.hidden_size, width, numerics, block=block)
         self.kv_norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype)
         self.attn_sink = nn.Parameter(torch.zeros(heads), requires_grad=False)
-        self.wo_a = Linear(heads * width // config.o_groups, config.o_groups * config.o_lora_rank, numerics, block=block)
+        self.wo_a = Linear(heads * width // config.o_groups, config.o_groups * config.o_lora_rank, numerics,
+                           block=block)
         self.wo_b = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, numerics, block=block)
         if layer in config.kv_source_layer_ids:
             self.compressor = Compressor(config, self.ratio, numerics, width)
@@ -155,7 +160,8 @@ class Attention(nn.Module):
         if self.ratio:
             self.choose(x_TD, latent, step, shared)
         entries, chosen = (shared.entries, shared.chosen) if self.ratio else (None, None)
-        o = attend(q, window, step.window(self.layer).read, entries, chosen, self.attn_sink, self.numerics.dtype)
+        o = attend(q, window, step.window(self.layer).read, entries, chosen, self.attn_sink,
+                   self.numerics.dtype)
         return self.output(o, turn)
 
     def query(self, latent: Tensor, turn: Tensor) -> Tensor:
@@ -163,7 +169,8 @@ class Attention(nn.Module):
         q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
         if not self.config.is_v41:
             q = up(q)
-            q = (q * torch.rsqrt(q.pow(2).mean(dim=-1, keepdim=True) + self.config.rms_norm_eps)).to(self.numerics.dtype)
+            norm = torch.rsqrt(q.pow(2).mean(dim=-1, keepdim=True) + self.config.rms_norm_eps)
+            q = (q * norm).to(self.numerics.dtype)
         return rotate(q, turn)
 
     def key(self, x: Tensor, turn: Tensor) -> Tensor:
@@ -174,7 +181,8 @@ class Attention(nn.Module):
         if self.config.is_v41:
             return self.numerics.cache(v, fmt)
         plain = v.shape[-1] - self.config.qk_rope_head_dim  # V4 keeps the rotated channels in bfloat16
-        return torch.cat((self.numerics.cache(v[..., :plain], self.numerics.window_format), v[..., plain:]), dim=-1)
+        cached = self.numerics.cache(v[..., :plain], self.numerics.window_format)
+        return torch.cat((cached, v[..., plain:]), dim=-1)
 
     def compress(self, x_TD: Tensor, step, memory: Memory, shared: Global) -> None:
         """At a KV source: write the global entries and index keys of the groups that these rows complete."""
@@ -196,7 +204,8 @@ class Attention(nn.Module):
         segments: list[Segment] = step.segments[self.ratio]
         if hasattr(self, "indexer"):
             if all(self._all_fit(seg) for seg in segments):
-                shared.chosen = _rows(segments, [_everything(seg, self.config.index_topk) for seg in segments])
+                picked = [_everything(seg, self.config.index_topk) for seg in segments]
+                shared.chosen = _rows(segments, picked)
                 return
             found = self.indexer.score(x_TD, latent, step.rope[True], shared.keys, segments)
             picked, shared.candidates = self.indexer.select(found, segments, shared.candidates)
@@ -212,13 +221,14 @@ class Attention(nn.Module):
     def output(self, o_TAH: Tensor, turn: Tensor) -> Tensor:
         """Rotate back, project each group of heads, join: [T, A, H] -> y_TD."""
         o = rotate(o_TAH, turn, inverse=True)
-        joined = project(o, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype, self.numerics.row_tile)
+        joined = project(o, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype,
+                         self.numerics.row_tile)
         return self.wo_b(self.numerics.activation(joined))
 
 
 @ops.op("mla.store_")
 def store_(pool: Tensor | None, new: Tensor, slots: Tensor) -> Tensor:
-    """Write new entries [E, ...] to rows `slots` of a pool and return the pool; without one the new are the pool."""
+    """Put new entries [E, ...] in rows `slots` of a pool and return it; without one the new are the pool."""
     return new if pool is None else pool.index_copy_(0, slots, new.to(pool.dtype))
 
 

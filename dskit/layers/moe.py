@@ -1,16 +1,17 @@
 """Mixture of experts: each token picks a few small networks and is answered by their weighted sum.
 
-Idea: a router scores all experts, g = sqrt(softplus(x Wg)); a bias that only serves load balance is added for the
-choice, not for the weights. Each chosen expert is a clamped SwiGLU; one shared expert answers every token.
+Idea: a router scores all experts, g = sqrt(softplus(x Wg)); a bias that only serves load
+balance is added for the choice, not for the weights. Each chosen expert is a clamped SwiGLU;
+one shared expert answers every token.
 
     idx = top-J of g + bias,   rho = g[idx] / sum g[idx] * routed_scaling_factor
     f(x; rho) = ( rho * silu(min(x W1, lim)) * clamp(x W3, -lim, lim) ) W2
     y = sum_i f_idx_i(x; rho_i) + f_shared(x; 1)
 
-Shapes: x_TD -> y_TD; topk_TJ int64, weight_TJ float32; experts w13 [E, 2I, D] (w1 rows first) and w2 [E, D, I].
+Shapes: x_TD -> y_TD; topk_TJ int64, weight_TJ float32; experts w13 [E, 2I, D] (w1 rows first), w2 [E, D, I].
 Errors: none of its own.
-Numerics: router in float32; the weighted activation is rounded once, then again to e4m3 for w2; experts add up in
-float32 in slot order.
+Numerics: router in float32; the weighted activation is rounded once, then again to e4m3 for w2; experts add
+up in float32 in slot order.
 Kernel: kernels/moe.py (moe.route, moe.swiglu, moe.experts)
 Source: model.md 3.11, 6.2; config fields n_routed_experts, num_experts_per_tok, swiglu_limit.
 """
@@ -31,7 +32,7 @@ from dskit.layers.norm import cast, up
 @ops.op("moe.route")
 def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, factor: float,
           fixed_TJ: Tensor | None = None, steady: bool = False) -> tuple[Tensor, Tensor]:
-    """Router logits -> (topk_TJ, weight_TJ). Equal scores go to the lower expert; `fixed` choices keep their scores."""
+    """Logits -> (topk_TJ, weight_TJ). Ties go to the lower expert; `fixed` choices keep their scores."""
     g = softplus(logit_TE, steady).sqrt()
     topk = fixed_TJ
     if topk is None:
@@ -46,7 +47,7 @@ def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, fac
 @ops.op("moe.swiglu")
 def swiglu(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
            steady: bool = False) -> Tensor:
-    """weight * silu(min(gate, limit)) * clamp(linear, -limit, limit), rounded once; limit 0 clamps nothing."""
+    """weight * silu(min(gate, limit)) * clamp(linear, -limit, limit), rounded once; limit 0: unclamped."""
     gate, linear = up(gate), up(linear)
     if limit > 0:
         gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
@@ -57,8 +58,8 @@ def swiglu(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dt
 @ops.op("moe.experts")
 def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, w13: Experts, w2: Experts, limit: float,
             numerics: Numerics) -> Tensor:
-    """Sum of each token's experts, float32 [T, D]. x_TD is rounded already. Rows are sorted by expert, each expert
-    sees its own, and the results return to slot order; one token alone needs no sorting.
+    """Sum of each token's experts, float32 [T, D]. x_TD is rounded already. Rows are sorted by expert, each
+    expert sees its own, and the results return to slot order; one token alone needs no sorting.
     """
     T, J = topk_TJ.shape
     expert, weight, order = topk_TJ.flatten(), weight_TJ.flatten(), None
@@ -93,7 +94,8 @@ class Gate(nn.Module):
         self.k, self.config, self.row_tile = k, config, numerics.row_tile
         self.weight = nn.Parameter(torch.empty(n_experts, config.hidden_size), requires_grad=False)
         if hashed:
-            self.tid2eid = nn.Parameter(torch.zeros(config.vocab_size, k, dtype=torch.int64), requires_grad=False)
+            self.tid2eid = nn.Parameter(torch.zeros(config.vocab_size, k, dtype=torch.int64),
+                                        requires_grad=False)
         else:
             self.bias = nn.Parameter(torch.zeros(n_experts), requires_grad=False)
             if config.is_v41:
@@ -107,8 +109,8 @@ class Gate(nn.Module):
         bias = getattr(self, "bias", None)
         if image_T is not None and hasattr(self, "bias_vl"):
             bias = torch.where(image_T[:, None], self.bias_vl, self.bias)
-        return route(logit, bias, self.k, self.config.norm_topk_prob, self.config.routed_scaling_factor, fixed,
-                     self.row_tile is not None)
+        return route(logit, bias, self.k, self.config.norm_topk_prob, self.config.routed_scaling_factor,
+                     fixed, self.row_tile is not None)
 
 
 class SharedExpert(nn.Module):
@@ -124,7 +126,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rounded x_TD -> y_TD."""
-        hidden = swiglu(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics.dtype, self.numerics.steady)
+        hidden = swiglu(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics.dtype,
+                        self.numerics.steady)
         return self.w2(self.numerics.activation(hidden))
 
 
@@ -141,11 +144,13 @@ class RoutedExperts(nn.Module):
 class MoE(nn.Module):
     """Router, routed experts and the shared expert of one layer; `sizes` overrides (experts, per token)."""
 
-    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics, sizes: tuple[int, int] | None = None):
+    def __init__(self, config: ModelConfig, layer: int, numerics: Numerics,
+                 sizes: tuple[int, int] | None = None):
         super().__init__()
         n_experts, k = sizes or (config.n_routed_experts, config.num_experts_per_tok)
         self.numerics, self.limit, self.layer = numerics, config.swiglu_limit, layer
-        self.gate = Gate(config, numerics, n_experts, k, hashed=sizes is None and layer < config.num_hash_layers)
+        self.gate = Gate(config, numerics, n_experts, k,
+                         hashed=sizes is None and layer < config.num_hash_layers)
         self.experts = RoutedExperts(config, numerics, n_experts)
         self.shared_experts = SharedExpert(config, numerics)
 

@@ -1,7 +1,7 @@
 """RMSNorm: divide a vector by its root mean square, then scale each channel by a learned gain.
 
-Idea: y = gain * x / sqrt(mean(x^2) + eps). Normalise first, then multiply by the gain, then round once; eps is
-1e-20 in V4.1 and only guards exact zeros, so a zero vector stays zero.
+Idea: y = gain * x / sqrt(mean(x^2) + eps). Normalise first, then multiply by the gain, then round once; eps
+is 1e-20 in V4.1 and only guards exact zeros, so a zero vector stays zero.
 
 Shapes: x [..., D] -> [..., D] in the dtype asked for; gain [D].
 Errors: none of its own.

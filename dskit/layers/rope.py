@@ -1,13 +1,13 @@
 """Rotary embedding: turn pairs of channels by an angle that grows with the position.
 
-Idea: channels (0,1), (2,3), ... of the LAST `qk_rope_head_dim` channels are rotated by position * frequency; a
-dot product of two rotated vectors then depends on their distance. Values are rotated too in this model (key and
-value are one vector), so the attention output is rotated back by the query's position.
+Idea: channels (0,1), (2,3), ... of the LAST `qk_rope_head_dim` channels are rotated by position * frequency;
+a dot product of two rotated vectors then depends on their distance. Values are rotated too in this model (key
+and value are one vector), so the attention output is rotated back by the query's position.
 
     (a, b) -> (a cos - b sin, a sin + b cos)
 
-Window-only layers use base `rope_theta`; layers that read global KV use `compress_rope_theta` with YaRN, which
-divides the slow frequencies by `factor` so that positions beyond the trained length stay in range.
+Window-only layers use base `rope_theta`; layers that read global KV use `compress_rope_theta` with YaRN,
+which divides the slow frequencies by `factor` so that positions beyond the trained length stay in range.
 
 Shapes: x [T, ..., H], turn complex [T, H_rot/2] -> [T, ..., H].
 Errors: ConfigError for a rope_scaling that is not YaRN.
@@ -29,7 +29,7 @@ from dskit.layers.norm import cast, up
 
 
 def frequencies(config: ModelConfig, compressed: bool) -> Tensor:
-    """Radians per position of each channel pair, float32 [H_rot/2]; `compressed` for layers with ratio > 0."""
+    """Radians per position of each channel pair, float32 [H_rot/2]; `compressed` for layers of ratio > 0."""
     width = config.qk_rope_head_dim
     base = config.compress_rope_theta if compressed else config.rope_theta
     theta = base ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
@@ -57,7 +57,7 @@ def turns(pos_T: Tensor, frequency: Tensor) -> Tensor:
 
 @ops.op("rope.rotate")
 def rotate(x: Tensor, turn_T: Tensor, inverse: bool = False) -> Tensor:
-    """Turn the last channels of x [T, ..., H] by the angles of its rows; `inverse` turns back. Same dtype out.
+    """Turn the last channels of x [T, ..., H] by its rows' angles; `inverse` turns back. Same dtype out.
 
     A pair (a, b) is the complex number a + ib, and turning it is one product.
     """

@@ -1,9 +1,10 @@
 """Sliding window: every layer remembers its own last W tokens at full resolution.
 
-Idea: each token leaves one vector that is key and value for all heads. A request keeps the newest ones in a ring
-of `window + backtrack` rows, the slot of position p being p mod ring. A step that adds few rows writes them and
-reads the ring; a longer one reads the line [what the ring held | new rows] and then commits the newest rows.
-Reading is by index in both cases, in ascending position, so prefill and decode add up in the same order.
+Idea: each token leaves one vector that is key and value for all heads. A request keeps the newest ones
+in a ring of `window + backtrack` rows, the slot of position p being p mod ring. A step that adds few
+rows writes them and reads the ring; a longer one reads the line [what the ring held | new rows] and
+then commits the newest rows. Reading is by index in both cases, in ascending position, so prefill and
+decode add up in the same order.
 
 Shapes: ring [slots * ring, H], new rows [T, H], read [T, W] (rows of the line, -1 where no entry is).
 State: rings belong to the engine; a plan is made once per step and serves all layers.
