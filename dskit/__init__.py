@@ -1,11 +1,12 @@
 """dskit: DeepSeek-V4.1-Flash as a kit of parts.
 
 Idea: a model is a stack of layers (`dskit.layers`, one readable file per idea). Every heavy line calls an op
-(`dskit.ops`), which can be swapped. The engine (`dskit.engine`) turns requests into steps over those layers, and
-`dskit.serve` puts HTTP and the chat page on it.
+(`dskit.ops`), which can be swapped. The engine (`dskit.engine`) turns requests into steps over those layers,
+and `dskit.serve` puts HTTP and the chat page on it.
 
-The names below are loaded when they are first used, so that `import dskit` costs nothing and needs no optional package.
-Modules are reached the same way: after `import dskit`, `dskit.serve.start(llm)` works as it stands.
+The names below are loaded when they are first used, so that `import dskit` costs nothing and needs no
+optional package. Modules are reached the same way: after `import dskit`, `dskit.serve.start(llm)` works as it
+stands.
 """
 
 import importlib

@@ -24,7 +24,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Fields of `config.json`, normalised over both families (model.md 2.2); sizes in elements, ids 0-based."""
+    """Fields of `config.json`, normalised over both families (model.md 2.2).
+
+    Sizes in elements, ids 0-based.
+    """
 
     model_type: str = "deepseek_v41"
     vocab_size: int = 129280
@@ -101,10 +104,12 @@ class ModelConfig:
     def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
         """Normalise the contents of a `config.json`; raises ConfigError."""
         flat = dict(raw.get("text_config") or {})
-        flat |= {k: v for k, v in raw.items() if k not in ("text_config", "vision_config", "quantization_config")}
+        flat |= {k: v for k, v in raw.items()
+                 if k not in ("text_config", "vision_config", "quantization_config")}
         flat["model_type"] = raw.get("model_type", flat.get("model_type", "deepseek_v41"))
         if flat["model_type"] not in ("deepseek_v41", "deepseek_v4"):
-            raise ConfigError(f"model_type is {flat['model_type']!r}; dskit runs deepseek_v41 and deepseek_v4")
+            raise ConfigError(f"model_type is {flat['model_type']!r}; "
+                              "dskit runs deepseek_v41 and deepseek_v4")
         dtype = str(flat.get("dtype") or flat.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype is {dtype!r}; the released format is bfloat16")
@@ -112,7 +117,8 @@ class ModelConfig:
         if flat["model_type"] == "deepseek_v4":
             flat = _v4_sources(flat)
         known = {f.name for f in fields(cls)} - {"raw"}
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in flat.items() if k in known and v is not None}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in flat.items()
+                  if k in known and v is not None}
         config = cls(**values, raw=raw)
         config.validate()
         return config
@@ -135,7 +141,7 @@ class ModelConfig:
         if self.raw:
             return self.raw
         inner = {f.name: getattr(self, f.name) for f in fields(self)
-                 if f.name not in _TOP and f.name not in ("raw", "quantized", "weight_block_size", "expert_dtype")}
+                 if f.name not in (*_TOP, "raw", "quantized", "weight_block_size", "expert_dtype")}
         inner = {k: list(v) if isinstance(v, tuple) else v for k, v in inner.items() if v is not None}
         inner.pop("model_type")
         quant = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
@@ -162,8 +168,8 @@ class ModelConfig:
     @cached_property
     def split(self) -> int:
         """First decoder layer (the first of ratio 1); `num_hidden_layers` when there is none."""
-        return next((i for i, r in enumerate(self.compress_ratios[: self.num_hidden_layers]) if r == 1 and self.is_v41),
-                    self.num_hidden_layers)
+        return next((i for i, r in enumerate(self.compress_ratios[: self.num_hidden_layers])
+                     if r == 1 and self.is_v41), self.num_hidden_layers)
 
     def ratio(self, layer: int) -> int:
         """Tokens per entry of the global cache that this layer reads; 0 for window-only layers."""
@@ -207,7 +213,8 @@ class ModelConfig:
             if not ok:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; {rule}")
 
-        need(self.num_key_value_heads == 1, "num_key_value_heads", "one shared KV vector is what the model has: 1")
+        need(self.num_key_value_heads == 1, "num_key_value_heads",
+             "one shared KV vector is what the model has: 1")
         need(self.n_shared_experts == 1, "n_shared_experts", "it must be 1")
         need(self.num_attention_heads % self.o_groups == 0, "o_groups",
              f"it must divide num_attention_heads = {self.num_attention_heads}")
@@ -233,14 +240,17 @@ class ModelConfig:
             raise ConfigError(f"compress_ratios has {len(ratios)} entries; num_hidden_layers + "
                               f"num_nextn_predict_layers = {layers} + {drafts} are needed")
         if any(ratios[layers:]):
-            raise ConfigError(f"compress_ratios ends with {ratios[layers:]}; draft stages are window-only (0)")
+            raise ConfigError(f"compress_ratios ends with {ratios[layers:]}; "
+                              "draft stages are window-only (0)")
         allowed = (0, 1, 2) if self.is_v41 else None
         for layer, ratio in enumerate(ratios[:layers]):
             if ratio < 0 or (allowed and ratio not in allowed):
-                raise ConfigError(f"compress_ratios[{layer}] is {ratio}; allowed are {allowed or '0 and above'}")
+                raise ConfigError(f"compress_ratios[{layer}] is {ratio}; "
+                                  f"allowed are {allowed or '0 and above'}")
             if ratio:
                 self._validate_sources(layer, ratio)
-        for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
+        for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
+                     "dspark_target_layer_ids"):
             outside = [i for i in getattr(self, name) if not 0 <= i < layers]
             if outside:
                 raise ConfigError(f"{name} holds {outside[0]}; layers are 0 to {layers - 1}")
@@ -252,18 +262,18 @@ class ModelConfig:
             stray = [i for i in self.index_source_layer_ids
                      if i > candidate and self.kv_source(i) != self.kv_source(candidate)]
             if stray:
-                raise ConfigError(f"index_source_layer_ids holds {stray[0]}, which reads another global KV than the "
-                                  f"candidate source {candidate}")
+                raise ConfigError(f"index_source_layer_ids holds {stray[0]}, which reads another global KV "
+                                  f"than the candidate source {candidate}")
 
     def _validate_sources(self, layer: int, ratio: int) -> None:
         source = self.kv_source(layer)
         if source < 0 or self.ratio(source) != ratio:
             raise ConfigError(f"compress_ratios[{layer}] is {ratio}, but its KV source "
-                              f"{source if source >= 0 else 'does not exist'}: kv_source_layer_ids needs a source at or "
-                              f"before layer {layer} with the same ratio")
+                              f"{source if source >= 0 else 'does not exist'}: kv_source_layer_ids needs "
+                              f"a source at or before layer {layer} with the same ratio")
         if self.is_v41 and self.index_source(layer) < source:
-            raise ConfigError(f"index_source_layer_ids has no source between layers {source} and {layer}: a new global "
-                              "cache always comes with a new selection")
+            raise ConfigError(f"index_source_layer_ids has no source between layers {source} and {layer}: "
+                              "a new global cache always comes with a new selection")
 
     def _validate_engram(self) -> None:
         if self.engram_max_ngram_size < 2:
@@ -271,20 +281,20 @@ class ModelConfig:
         if self.engram_head_dim % 32:
             raise ConfigError(f"engram_head_dim is {self.engram_head_dim}; it must be a multiple of 32")
         if max(self.engram_layer_ids) >= self.split:
-            raise ConfigError(f"engram_layer_ids holds {max(self.engram_layer_ids)}; Engram must lie before the first "
-                              f"decoder layer {self.split}")
+            raise ConfigError(f"engram_layer_ids holds {max(self.engram_layer_ids)}; Engram must lie before "
+                              f"the first decoder layer {self.split}")
         if len(self.engram_num_embeddings) != len(self.engram_layer_ids):
             raise ConfigError(f"engram_num_embeddings has {len(self.engram_num_embeddings)} entries for "
                               f"{len(self.engram_layer_ids)} engram layers")
         if not 1 <= self.engram_compressed_vocab_size <= self.vocab_size:
-            raise ConfigError(f"engram_compressed_vocab_size is {self.engram_compressed_vocab_size}; it must lie "
-                              f"between 1 and vocab_size = {self.vocab_size}")
+            raise ConfigError(f"engram_compressed_vocab_size is {self.engram_compressed_vocab_size}; it must "
+                              f"lie between 1 and vocab_size = {self.vocab_size}")
         for layer, rows, primes in zip(self.engram_layer_ids, self.engram_num_embeddings, self.engram_primes,
                                        strict=True):
             total = sum(sum(size) for size in primes)
             if rows != total:
-                raise ConfigError(f"engram_num_embeddings of layer {layer} is {rows}; its primes sum to {total}: "
-                                  "a wrong size rehashes the whole table")
+                raise ConfigError(f"engram_num_embeddings of layer {layer} is {rows}; its primes sum to "
+                                  f"{total}: a wrong size rehashes the whole table")
 
     @cached_property
     def engram_primes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -305,10 +315,11 @@ class ModelConfig:
 
 
 _TOP = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
-_POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
-             "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "hc_mult", "hc_sinkhorn_iters",
-             "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings",
-             "index_topk", "index_n_heads", "index_head_dim", "candidate_block_size")
+_POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+             "qk_rope_head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window", "hc_mult",
+             "hc_sinkhorn_iters", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+             "max_position_embeddings", "index_topk", "index_n_heads", "index_head_dim",
+             "candidate_block_size")
 
 
 def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +328,8 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any]:
         block = (32, 32) if "text_config" in raw else (128, 128)
         return {"quantized": False, "weight_block_size": block}
     if quant.get("quant_method") != "fp8":
-        raise ConfigError(f"quantization_config.quant_method is {quant.get('quant_method')!r}; the release has 'fp8'")
+        raise ConfigError(f"quantization_config.quant_method is {quant.get('quant_method')!r}; "
+                          "the release has 'fp8'")
     if quant.get("scale_fmt", "ue8m0") != "ue8m0":
         raise ConfigError(f"quantization_config.scale_fmt is {quant['scale_fmt']!r}; the release has 'ue8m0'")
     expert = quant.get("expert_dtype", raw.get("expert_dtype", "fp4"))
@@ -346,11 +358,12 @@ def _v4_sources(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_transformers(flat: dict[str, Any]) -> dict[str, Any]:
-    """The spelling of transformers' own V4 configuration: layer types, rates by type, nested rotary settings."""
+    """The spelling of transformers' V4 configuration: layer types, rates by type, nested rotary settings."""
     rates = {"sliding_attention": 0, **(flat.get("compress_rates") or {})}
     unknown = [kind for kind in flat["layer_types"] if kind not in rates]
     if unknown:
-        raise ConfigError(f"layer_types holds {unknown[0]!r}, which compress_rates does not name: {sorted(rates)}")
+        raise ConfigError(f"layer_types holds {unknown[0]!r}, which compress_rates does not name: "
+                          f"{sorted(rates)}")
     flat = flat | {
         "compress_ratios": [rates[kind] for kind in flat["layer_types"]],
         "index_source_layer_ids": [i for i, kind in enumerate(flat["layer_types"])
@@ -367,7 +380,8 @@ def _from_transformers(flat: dict[str, Any]) -> dict[str, Any]:
                           "the model scales no rotation: 1.0")
     kind = compress.get("rope_type", compress.get("type", "default"))
     return flat | {"rope_theta": main.get("rope_theta", flat.get("rope_theta", 10000.0)),
-                   "compress_rope_theta": compress.get("rope_theta", flat.get("compress_rope_theta", 160000.0)),
+                   "compress_rope_theta": compress.get("rope_theta",
+                                                      flat.get("compress_rope_theta", 160000.0)),
                    "rope_scaling": None if kind == "default" else compress}
 
 
@@ -382,7 +396,7 @@ def _is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
 
 
-# ---- presets (model.md 7) -----------------------------------------------------------------------------------
+# ---- presets (model.md 7) ----------------------------------------------------------------------------------
 
 PRESETS = ("tiny", "odd", "demo", "slice", "slice:N", "flash", "v4-flash")
 

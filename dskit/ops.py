@@ -64,7 +64,7 @@ class Op:
     name: str
     group: str
     implementations: dict[str, Implementation] = field(default_factory=dict)
-    selected: dict[str, tuple[str, str]] = field(default_factory=dict)  # phase -> (implementation, decided by)
+    selected: dict[str, tuple[str, str]] = field(default_factory=dict)  # phase -> implementation, decided by
     refusals: dict[str, str] = field(default_factory=dict)
     calls: int = 0
     last_shape: tuple[int, ...] | None = None
@@ -88,7 +88,8 @@ class Op:
             if importlib.util.find_spec(f"dskit.kernels.{stem}") is not None:
                 importlib.import_module(f"dskit.kernels.{stem}")
         if name == "compile" and name not in self.implementations:
-            self.implementations[name] = Implementation(name, torch.compile(self.reference, dynamic=None), grad=True)
+            compiled = torch.compile(self.reference, dynamic=None)
+            self.implementations[name] = Implementation(name, compiled, grad=True)
         if name not in self.implementations:
             have = ", ".join(dict.fromkeys([*self.implementations, "compile"]))
             raise UnknownImplementation(f"op {self.name} has no implementation {name!r}; it has: {have}")
@@ -112,7 +113,8 @@ def op(name: str, *, group: str | None = None, grad: bool = True) -> Callable[[C
     return register
 
 
-def implement(name: str, implementation: str, *, when: Callable | None = None, grad: bool = False) -> Callable:
+def implement(name: str, implementation: str, *, when: Callable | None = None,
+              grad: bool = False) -> Callable:
     """Register another implementation of an op; returns the function unchanged."""
 
     def register(function: Callable) -> Callable:
@@ -139,9 +141,10 @@ def _no_such(kind: str, name: str, known: Iterable[str]) -> str:
     return f"no {kind} is called {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
 
 
-# ---- choosing -----------------------------------------------------------------------------------------------
+# ---- choosing ----------------------------------------------------------------------------------------------
 
-_rules: list[tuple[str, str, tuple[str, ...], str]] = []  # (op or group or "*", implementation, phases, decided by)
+# (op or group or "*", implementation, phases, decided by)
+_rules: list[tuple[str, str, tuple[str, ...], str]] = []
 
 
 class use:  # noqa: N801 - reads as a verb: dskit.use(moe="triton")
@@ -151,7 +154,8 @@ class use:  # noqa: N801 - reads as a verb: dskit.use(moe="triton")
     `phase="decode"` limits the choice to decode steps. Raises UnknownOp, UnknownImplementation.
     """
 
-    def __init__(self, choice: str | dict[str, str] | None = None, *, phase: str | None = None, **groups: str):
+    def __init__(self, choice: str | dict[str, str] | None = None, *, phase: str | None = None,
+                 **groups: str):
         if phase is not None and phase not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, not {phase!r}")
         wanted = {"*": choice} if isinstance(choice, str) else dict(choice or {})
@@ -303,7 +307,8 @@ def pin(model: torch.nn.Module, pattern: str, **groups: str) -> Callable[[], Non
         scopes: list[use] = []
         m._dskit_pin = pattern
         hooks.append(m.register_forward_pre_hook(lambda *_, scopes=scopes: scopes.append(use(groups))))
-        hooks.append(m.register_forward_hook(lambda *_, scopes=scopes: scopes.pop().__exit__(), always_call=True))
+        hooks.append(m.register_forward_hook(lambda *_, scopes=scopes: scopes.pop().__exit__(),
+                                             always_call=True))
 
     def unpin() -> None:
         for hook in hooks:
@@ -314,7 +319,7 @@ def pin(model: torch.nn.Module, pattern: str, **groups: str) -> Callable[[], Non
     return unpin
 
 
-# ---- looking ------------------------------------------------------------------------------------------------
+# ---- looking -----------------------------------------------------------------------------------------------
 
 def explain() -> list[dict[str, object]]:
     """One row per op: what is selected and by which rule, what else exists, refusals, calls."""

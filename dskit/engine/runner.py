@@ -1,11 +1,11 @@
 """The runner: lays a plan out as tensors, runs the model over the caches, returns logits.
 
-A plan is a list of `Work`: which rows of which sequence, and where its caches are. The rows of all of them are
-packed one after another; everything a layer needs to find its neighbours (ring rows, pool rows, visible entries,
-n-grams, angles) is worked out here once per step, in numpy, and shared by all layers.
+A plan is a list of `Work`: which rows of which sequence, and where its caches are. The rows of all of them
+are packed one after another; everything a layer needs to find its neighbours (ring rows, pool rows, visible
+entries, n-grams, angles) is worked out here once per step, in numpy, and shared by all layers.
 
-Bounded replay: decoder layers see windows only from `prompt_len - keep` on (`mask`), or run on those rows only
-(`compact`); both give the same logits for the rows they keep.
+Bounded replay: decoder layers see windows only from `prompt_len - keep` on (`mask`), or run on those rows
+only (`compact`); both give the same logits for the rows they keep.
 
 State: the caches are owned here; a slot needs no reset, since a new sequence reads only what it wrote.
 Errors: ValueError for replay settings that the model cannot serve.
@@ -54,7 +54,7 @@ class Layout:
 
 
 def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray, device) -> RingPlan:
-    """Where rows of `want` [R, U] (positions of sequence owner[R]; negative: none) stand, and where new rows go.
+    """Where rows of `want` [R, U] (positions of sequence owner[R]; < 0: none) stand, and where new rows go.
 
     `reach` is the longest look back, itself included: few enough new rows are written before they are read.
     """
@@ -70,7 +70,8 @@ def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.nda
         old_pos = np.arange(len(old)) - (before[:-1] - 1)[old] + first[old]
         history = np.concatenate(([0], at.slots[old] * ring + old_pos % ring))
         new = before[-1] + at.offsets[:-1]
-        read = np.where(want >= at.starts[own], new[own] + want - at.starts[own], before[own] + want - first[own])
+        read = np.where(want >= at.starts[own], new[own] + want - at.starts[own],
+                        before[own] + want - first[own])
         kept = np.flatnonzero(at.pos >= at.stops[at.owner] - ring)
         slots = at.slots[at.owner[kept]] * ring + at.pos[kept] % ring
     return RingPlan(_put(np.where(want < 0, -1, read), device), _put(history, device), _put(kept, device),
@@ -91,17 +92,19 @@ class ModelRunner:
         self.replay, self.keep = replay, keep or self.config.sliding_window + 2 * pools.backtrack(self.config)
         if replay != "off":
             self._check_replay()
-        self.memory = pools.allocate(self.config, model.numerics, num_blocks=num_blocks, block_size=block_size,
-                                     num_slots=num_slots, device=self.device)
+        self.memory = pools.allocate(self.config, model.numerics, num_blocks=num_blocks,
+                                     block_size=block_size, num_slots=num_slots, device=self.device)
 
     def _check_replay(self) -> None:
         need = self.config.sliding_window + pools.backtrack(self.config)
         if self.replay not in ("mask", "compact"):
             raise ValueError(f"replay is {self.replay!r}; choose off, mask or compact")
         if self.config.split >= self.config.num_hidden_layers:
-            raise ValueError(f"replay is {self.replay!r}, but this model has no decoder layers (ratio 1); use 'off'")
+            raise ValueError(f"replay is {self.replay!r}, but this model has no decoder layers (ratio 1); "
+                             "use 'off'")
         if self.keep < need:
-            raise ValueError(f"keep_tokens is {self.keep}; the window and the rows that may be rolled back need {need}")
+            raise ValueError(f"keep_tokens is {self.keep}; the window and the rows that may be rolled back "
+                             f"need {need}")
 
     @torch.inference_mode()
     def run(self, work: list[Work]) -> Tensor:
@@ -136,7 +139,8 @@ class ModelRunner:
         ids = np.concatenate([np.asarray(w.tokens[a:b], dtype=np.int64)
                               for w, a, b in zip(work, at.starts, at.stops, strict=True)])
         rope = {flag: turns(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
-        image = ids == config.image_token_id if config.image_token_id is not None else np.zeros(len(ids), bool)
+        image = (ids == config.image_token_id if config.image_token_id is not None
+                 else np.zeros(len(ids), bool))
         step = Step(_put(ids, self.device), pos, rope, self._windows(at, floor), split=config.split)
         step.image = _put(image, self.device) if image.any() else None
         step.segments = {r: self._segments(work, at, r) for r in self._ratios}
@@ -159,7 +163,8 @@ class ModelRunner:
         owner = np.repeat(np.arange(len(work)), count)
         entry = np.arange(len(owner)) - (count.cumsum() - count)[owner] + first[owner]
         per_block = self.block_size // ratio
-        block = np.array([work[o].blocks[e // per_block] for o, e in zip(owner, entry, strict=True)], dtype=np.int64)
+        block = np.array([work[o].blocks[e // per_block] for o, e in zip(owner, entry, strict=True)],
+                         dtype=np.int64)
         ring = None
         if ratio > 1 or not self.config.is_v41:
             members = pools.members(self.config, ratio)
@@ -189,7 +194,7 @@ class ModelRunner:
         return found
 
     def _grams(self, work: list[Work], at: Layout) -> Tensor:
-        """Folded n-grams [T, Q] ending at each row, newest first; what lies before the start or an image is filler."""
+        """Folded n-grams [T, Q] per row, newest first; what lies before the start or an image is filler."""
         config, folding = self.config, self.model.folding
         longest, filler = config.engram_max_ngram_size, self.model.folding[config.engram_pad_token_id]
         parts = [np.empty((0, longest), dtype=np.int64)]
@@ -207,6 +212,7 @@ class ModelRunner:
 
     def _wanted(self, work: list[Work], at: Layout) -> Tensor:
         rows = [np.arange(0) if w.want == "none" else
-                np.arange(at.offsets[i + 1] - min(at.counts[i], 1 if w.want == "last" else at.counts[i]), at.offsets[i + 1])
+                np.arange(at.offsets[i + 1] - min(at.counts[i], 1 if w.want == "last" else at.counts[i]),
+                          at.offsets[i + 1])
                 for i, w in enumerate(work)]
         return _put(np.concatenate(rows), self.device)

@@ -37,8 +37,8 @@ from dskit.train.skills import Item, sample
 
 __all__ = ["MIX", "Batch", "Item", "batch", "batches", "encode", "sample"]
 
-# Conversations per hundred (not tokens: a recall conversation is twenty times as long as a definition), by the
-# longest row that they are for: short rows hold what is short, long rows mostly recall.
+# Conversations per hundred (not tokens: a recall conversation is twenty times as long as a definition), by
+# the longest row that they are for: short rows hold what is short, long rows mostly recall.
 MIXES = {
     512: {"define": 52.0, "arithmetic": 26.0, "json": 12.0, "greet": 3.0, "about": 3.0, "decline": 4.0},
     1024: {"define": 34.0, "arithmetic": 14.0, "tools": 28.0, "recall": 8.0, "json": 10.0, "greet": 2.0,

@@ -1,8 +1,8 @@
 """Muon: momentum whose every matrix is orthogonalised before it is applied.
 
-Idea: the update of a weight matrix is replaced by the nearest (semi-)orthogonal one, found by five Newton-Schulz
-steps (in bfloat16 on a GPU), and scaled so that its entries have the size of an Adam update. Matrices of one shape go through
-together; a stack of experts counts as that many matrices.
+Idea: the update of a weight matrix is replaced by the nearest (semi-)orthogonal one, found by five
+Newton-Schulz steps (in bfloat16 on a GPU), and scaled so that its entries have the size of an Adam update.
+Matrices of one shape go through together; a stack of experts counts as that many matrices.
 
 Shapes: parameters [..., N, K]; everything else belongs to AdamW.
 Errors: ValueError for a parameter with fewer than two axes.
@@ -39,7 +39,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         flat = [p for group in self.param_groups for p in group["params"] if p.dim() < 2]
         if flat:
-            raise ValueError(f"Muon takes matrices; a parameter of shape {tuple(flat[0].shape)} belongs to AdamW")
+            raise ValueError(f"Muon takes matrices; a parameter of shape {tuple(flat[0].shape)} "
+                             "belongs to AdamW")
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -50,11 +51,12 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     by_shape[tuple(p.shape[-2:])].append(p)
             for (rows, cols), params in by_shape.items():
-                updates = orthogonalise(torch.cat([self._momentum(p, group["momentum"]).reshape(-1, rows, cols)
-                                                   for p in params]))
+                updates = orthogonalise(torch.cat([
+                    self._momentum(p, group["momentum"]).reshape(-1, rows, cols) for p in params]))
                 scale = -group["lr"] * 0.2 * max(rows, cols) ** 0.5
                 keep = 1 - group["lr"] * group["weight_decay"]
-                for p, update in zip(params, updates.split([p.numel() // (rows * cols) for p in params]), strict=True):
+                counts = [p.numel() // (rows * cols) for p in params]
+                for p, update in zip(params, updates.split(counts), strict=True):
                     p.mul_(keep).add_(update.view_as(p) * scale)
 
     def _momentum(self, p: Tensor, beta: float) -> Tensor:

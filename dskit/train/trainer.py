@@ -1,15 +1,17 @@
 """The trainer: makes the demo model from nothing, and any ablation of it.
 
-Idea: master weights are float32 and stay what they are; each step makes the rounded weights that the release would
-hold and runs the model on those (torch.func.functional_call), so layers know nothing of training. Three stretches,
-as shares of the steps:
+Idea: master weights are float32 and stay what they are; each step makes the rounded weights that the release
+would hold and runs the model on those (torch.func.functional_call), so layers know nothing of training. Three
+stretches, as shares of the steps:
 
     warm-up   dense attention over all visible entries; indexers learn from it
     sparse    from `sparse_from`: attention reads the selection only
-    rounded   from `round_from`: every rounding of the release, of weights, activations and caches; gradients pass
+    rounded   from `round_from`: every rounding of the release, of weights, activations and caches;
+              gradients pass
 
-Matrices learn by Muon, everything else by AdamW; the router's bias moves by the sign of each expert's load. Any
-mechanism can be left out by name (ABLATIONS). A run is a function of its seed, and goes on from its newest state.
+Matrices learn by Muon, everything else by AdamW; the router's bias moves by the sign of each expert's load.
+Any mechanism can be left out by name (ABLATIONS). A run is a function of its seed, and goes on from its
+newest state.
 
 Shapes: a batch is ids [B, T] with the documents' starts; targets are the tokens that an assistant says.
 Units: lr per step, tokens, seconds.
@@ -49,7 +51,8 @@ ABLATIONS = {
     "engram": dict(engram_layer_ids=(), engram_num_embeddings=()),
     "mhc": dict(hc_mult=1),
     "candidates": dict(candidate_source_layer_id=-1),
-    "global": dict(compress_ratios=None, kv_source_layer_ids=(), index_source_layer_ids=(), candidate_source_layer_id=-1),
+    "global": dict(compress_ratios=None, kv_source_layer_ids=(), index_source_layer_ids=(),
+                   candidate_source_layer_id=-1),
     "moe": dict(n_routed_experts=1, num_experts_per_tok=1),
     "sparse": {}, "rounding": {}, "balance": {}, "index_loss": {},
 }
@@ -57,7 +60,7 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a run, besides its config; shapes are (seq_len, rows, weight in the rotation)."""
+    """Everything that decides a run besides its config; shapes: (seq_len, rows, weight in the rotation)."""
 
     steps: int = 3850
     lr: float = 3e-3
@@ -114,7 +117,7 @@ class Trainer:
             if isinstance(module, Gate):
                 module.register_forward_hook(lambda m, _, out, name=name: self._count(name, m, out[0]))
 
-    # ---- making ---------------------------------------------------------------------------------------------
+    # ---- making --------------------------------------------------------------------------------------------
 
     def _numerics(self, rounded: bool) -> Numerics:
         how = Numerics.of(self.config, "release", device=self.device)
@@ -140,27 +143,29 @@ class Trainer:
             return hidden and name.endswith(".weight") and self.masters[name].dim() > 1
 
         trained = {n: p for n, p in self.masters.items() if p.requires_grad}
+        matrices = [p for n, p in trained.items() if matrix(n)]
         rest = [p for n, p in trained.items() if not matrix(n)]
         on_gpu = self.device.type == "cuda"
-        return [Muon([p for n, p in trained.items() if matrix(n)], lr=torch.tensor(self.recipe.lr), weight_decay=0.01),
+        return [Muon(matrices, lr=torch.tensor(self.recipe.lr), weight_decay=0.01),
                 torch.optim.AdamW(rest, lr=torch.tensor(self.recipe.lr_adam), betas=(0.9, 0.98), eps=1e-10,
                                   weight_decay=0.0, fused=on_gpu, capturable=on_gpu)]
 
     def _count(self, name: str, gate: Gate, topk: Tensor) -> None:
         zeros = torch.zeros(gate.weight.shape[0], device=topk.device)
-        self.loads[name] = zeros.scatter_add_(0, topk.flatten(), torch.ones_like(topk.flatten(), dtype=zeros.dtype))
+        ones = torch.ones_like(topk.flatten(), dtype=zeros.dtype)
+        self.loads[name] = zeros.scatter_add_(0, topk.flatten(), ones)
 
-    # ---- one step -------------------------------------------------------------------------------------------
+    # ---- one step ------------------------------------------------------------------------------------------
 
     def weights(self, rounded: bool) -> dict[str, Tensor]:
-        """The weights that this step computes with: masters in bfloat16, or rounded as the checkpoint stores them."""
+        """The weights of this step: masters in bfloat16, or rounded as the checkpoint stores them."""
         compute = self.model.numerics.compute
         return {name: stored(self.model.get_submodule(name.rpartition(".")[0]), name, p, rounded, compute)
                 for name, p in self.masters.items()}
 
     def loss(self, ids: Tensor, start: Tensor, said: Tensor, rounded: bool, sparse: bool
              ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch (ids, doc_start, is the next token an answer's: [B, T]) and what is logged of it."""
+        """The loss of a batch (ids, doc_start, is the next token an answer's: [B, T]), and what is logged."""
         step = whole_step(self.model, self.folding, ids, start, sparse=sparse, probes=self.recipe.probes)
         logits = torch.func.functional_call(self.model, self.weights(rounded), (step, Memory()))
         target, weight, hit = self._targets(ids, start, said)
@@ -169,14 +174,15 @@ class Trainer:
         answer = hit.float()
         with torch.no_grad():
             right = (logits.argmax(-1) == target).float()
-            logs = {"loss": (each * answer).sum() / answer.sum(), "accuracy": (right * answer).sum() / answer.sum()}
+            logs = {"loss": (each * answer).sum() / answer.sum(),
+                    "accuracy": (right * answer).sum() / answer.sum()}
         if step.whole.index_losses and "index_loss" not in self.recipe.disable:
             logs["index_kl"] = torch.stack(step.whole.index_losses).mean()
             loss = loss + self.recipe.index_weight * logs["index_kl"]
         return loss, logs
 
     def _targets(self, ids: Tensor, start: Tensor, said: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(next token, its weight, is it an answer's) per row; what follows a conversation's end counts nothing."""
+        """(next token, its weight, is it an answer's) per row; nothing counts after a conversation's end."""
         target = ids.roll(-1, dims=1)
         within = (start.roll(-1, dims=1) == start) & (target != self.tokenizer.pad_id)
         within[:, -1] = False
@@ -190,7 +196,7 @@ class Trainer:
         return min(1.0, (self.step + 1) / self.recipe.warmup, max(falling, 0.0))
 
     def update(self, batch: data.Batch) -> dict[str, Tensor]:
-        """Forward, backward, optimise, balance the routers; on a GPU from the third time on as one CUDA graph."""
+        """Forward, backward, optimise, balance routers; on a GPU from the third time on as one CUDA graph."""
         share = self.step / self.recipe.steps
         rounded = share >= self.recipe.round_from and "rounding" not in self.recipe.disable
         sparse = share >= self.recipe.sparse_from and "sparse" not in self.recipe.disable
@@ -206,7 +212,8 @@ class Trainer:
         self.step += 1
         return logs | {f"accuracy_{batch.ids.shape[1]}": logs["accuracy"]}
 
-    def _update(self, ids: Tensor, doc_start: Tensor, said: Tensor, rounded: bool, sparse: bool) -> dict[str, Tensor]:
+    def _update(self, ids: Tensor, doc_start: Tensor, said: Tensor, rounded: bool, sparse: bool
+                ) -> dict[str, Tensor]:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss, logs = self.loss(ids.long(), doc_start.long(), said, rounded, sparse)
@@ -233,7 +240,7 @@ class Trainer:
 
     @torch.no_grad()
     def _balance(self) -> Tensor:
-        """Move each router's bias against the load of its experts; the largest load over the mean, averaged."""
+        """Move each router's bias against its experts' load; the largest load over the mean, averaged."""
         skew = []
         for name, load in self.loads.items():
             skew.append(load.max() / load.mean())
@@ -241,18 +248,20 @@ class Trainer:
                 self.masters[f"{name}.bias"].add_((load.mean() - load).sign() * self.balance_rate)
         return torch.stack(skew).mean()
 
-    # ---- the run --------------------------------------------------------------------------------------------
+    # ---- the run -------------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[data.Batch]:
         """Batches of the recipe's shapes in a fixed rotation, from the current step on."""
-        turn = sorted((k / shape[2], i) for i, shape in enumerate(self.recipe.shapes) for k in range(shape[2]))
+        shapes = self.recipe.shapes
+        turn = sorted((k / shape[2], i) for i, shape in enumerate(shapes) for k in range(shape[2]))
         turn = [i for _, i in turn]
-        done = [sum(turn[s % len(turn)] == i for s in range(self.step)) for i in range(len(self.recipe.shapes))]
+        done = [sum(turn[s % len(turn)] == i for s in range(self.step)) for i in range(len(shapes))]
         streams = []
-        for i, (seq_len, rows, weight) in enumerate(self.recipe.shapes):
-            share = seq_len * rows * weight / sum(s * r * w for s, r, w in self.recipe.shapes)
+        for i, (seq_len, rows, weight) in enumerate(shapes):
+            share = seq_len * rows * weight / sum(s * r * w for s, r, w in shapes)
             streams.append(data.batches(self.tokenizer, self.recipe.seed * 1000 + i, seq_len, rows,
-                                        data.mix_for(seq_len), start=done[i], workers=math.ceil(self.workers * share)))
+                                        data.mix_for(seq_len), start=done[i],
+                                        workers=math.ceil(self.workers * share)))
         step = self.step
         while True:
             yield next(streams[turn[step % len(turn)]])
@@ -330,13 +339,15 @@ def _pool():
 def each_expert_grouped(x_RK: Tensor, weight: Experts, expert_R: Tensor, dtype: torch.dtype) -> Tensor:
     """All experts in one grouped product, without asking the device for the counts (bfloat16, sm_90)."""
     counts = torch.zeros(weight.experts, dtype=torch.int32, device=expert_R.device)
-    ends = counts.scatter_add_(0, expert_R, torch.ones_like(expert_R, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+    ones = torch.ones_like(expert_R, dtype=torch.int32)
+    ends = counts.scatter_add_(0, expert_R, ones).cumsum(0, dtype=torch.int32)
     return torch._grouped_mm(x_RK, weight.dense().transpose(1, 2), offs=ends).to(dtype)
 
 
 def fast_kernels() -> dict[str, str]:
     """What training runs on a GPU: grouped experts, and small formulas compiled."""
-    compiled = ("mhc.mixes", "mhc.read", "mhc.write", "linear.quantize", "rope.rotate", "norm.rms", "moe.swiglu")
+    compiled = ("mhc.mixes", "mhc.read", "mhc.write", "linear.quantize", "rope.rotate", "norm.rms",
+                "moe.swiglu")
     return {"moe.each_expert": "grouped"} | dict.fromkeys(compiled, "compile")
 
 
@@ -366,8 +377,9 @@ def _base(layer: int, streams: int) -> Tensor:
 
 
 def stored(module: nn.Module, name: str, p: Tensor, rounded: bool, compute: torch.dtype) -> Tensor:
-    """A master as the step computes with it: bfloat16, or (rounded) what the checkpoint will hold; gradients pass."""
-    fmt = module.fmt if isinstance(module, Linear | Experts) else "row" if isinstance(module, Table) else "bf16"
+    """A master as the step reads it: bfloat16, or (rounded) what the checkpoint will hold; gradients pass."""
+    fmt = (module.fmt if isinstance(module, Linear | Experts) else
+           "row" if isinstance(module, Table) else "bf16")
     if name.split(".")[-1].startswith(("hc_", "attn_sink", "bias")) or not p.is_floating_point():
         return p
     if rounded and fmt == "fp8":
@@ -414,7 +426,8 @@ class Log:
         mean = {k: torch.stack([h[k].detach() for h in self.held if k in h]).mean().item()
                 for k in {k for h in self.held for k in h}}
         now = time.perf_counter()
-        mean |= {"step": step + 1, "tokens_per_s": round(self.tokens / (now - self.since)), "seconds": now - self.began}
+        mean |= {"step": step + 1, "tokens_per_s": round(self.tokens / (now - self.since)),
+                 "seconds": now - self.began}
         self.rows.writerow([f"{mean[c]:.6g}" if c in mean else "" for c in self.columns])
         self.file.flush()
         if self.writer is not None:
@@ -461,9 +474,11 @@ def main(args) -> int:
     """`dskit train`: run a recipe; exit status 0 when it is complete, 1 when its minutes ran out before."""
     shapes = Recipe.shapes
     if args.batch_size:
-        shapes = tuple((seq_len, max(1, args.batch_size * rows // shapes[0][1]), w) for seq_len, rows, w in shapes)
-    recipe = Recipe(steps=args.steps or Recipe.steps, lr=args.lr or Recipe.lr, lr_adam=args.lr or Recipe.lr_adam,
-                    seed=args.seed, shapes=shapes, disable=tuple(p for p in args.disable.split(",") if p))
+        shapes = tuple((seq_len, max(1, args.batch_size * rows // shapes[0][1]), w)
+                       for seq_len, rows, w in shapes)
+    recipe = Recipe(steps=args.steps or Recipe.steps, lr=args.lr or Recipe.lr,
+                    lr_adam=args.lr or Recipe.lr_adam, seed=args.seed, shapes=shapes,
+                    disable=tuple(p for p in args.disable.split(",") if p))
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         torch._dynamo.config.automatic_dynamic_shapes = False  # few shapes, each worth its own code
@@ -472,7 +487,8 @@ def main(args) -> int:
     if args.kernels:
         ops.use(ops.read_words(args.kernels))
     workers = max(0, (torch.multiprocessing.cpu_count() or 2) - 2)
-    trainer = Trainer(preset("demo"), chat.Tokenizer(PRESETS_DIR / "demo"), recipe, Path(args.out), device, workers)
+    trainer = Trainer(preset("demo"), chat.Tokenizer(PRESETS_DIR / "demo"), recipe,
+                      Path(args.out), device, workers)
     if args.resume:
         trainer.resume()
     done = trainer.run(minutes=getattr(args, "minutes", None) or math.inf, tensorboard=args.tensorboard)

@@ -1,9 +1,9 @@
 """Whole sequences at once: the Step of a training batch, and attention over it without caches.
 
-Idea: a batch holds rows of packed conversations. Positions, n-grams and visibility restart with each conversation,
-so that what is learned is what serving computes. Attention is dense with masks here (mla.attend_whole): in the
-warm-up every visible entry is read, later only what the indexer selects. At a sample of rows the indexer's scores
-are pulled towards the attention that they select for.
+Idea: a batch holds rows of packed conversations. Positions, n-grams and visibility restart with each
+conversation, so that what is learned is what serving computes. Attention is dense with masks here
+(mla.attend_whole): in the warm-up every visible entry is read, later only what the indexer selects. At a
+sample of rows the indexer's scores are pulled towards the attention that they select for.
 
 Shapes: ids, doc_start [B, T] -> Step of B*T rows; T is a multiple of the window.
 Errors: ValueError when T is no multiple of the window or of a ratio.
@@ -35,8 +35,8 @@ SINK_KEYS = 8  # key slots that mla.attend_whole takes for the sink
 class Whole:
     """Visibility of a packed batch, and the index losses that its layers leave.
 
-    near [B*T/W, W, 2W] and band [B, T, T]: the window within blocks of W rows, and over the row; seen[ratio] [B, T, S]
-    visible entries; probe [P] rows at which indexers learn; sparse: read the selection only.
+    near [B*T/W, W, 2W] and band [B, T, T]: the window within blocks of W rows, and over the row; seen[ratio]
+    [B, T, S] visible entries; probe [P] rows at which indexers learn; sparse: read the selection only.
     """
 
     shape: tuple[int, int]
@@ -78,7 +78,7 @@ class Whole:
         return attend_whole(q_TAH.unflatten(0, (-1, W)), keys, bias, layer.attn_sink).flatten(0, 1)
 
     def _index(self, layer: Attention, x: Tensor, latent: Tensor, shared: Global) -> None:
-        """At an index source: what later layers read from now on, and how its choice is scored at the probes."""
+        """At an index source: what layers read from now on, and how its choice is scored at the probes."""
         B, T = self.shape
         q, weight = layer.indexer.query(x, latent, self.turn)
         q, weight = q.unflatten(0, (B, T)), weight.unflatten(0, (B, T))
@@ -98,7 +98,8 @@ class Whole:
         score = score.masked_fill(~seen, float("-inf"))
         if layer.layer == config.candidate_source_layer_id:
             last = (seen * torch.arange(1, seen.shape[-1] + 1, device=seen.device)).amax(dim=-1)
-            shared.candidates = indexing.blocks(score, last, config.candidate_block_size, config.candidate_topk_blocks)
+            shared.candidates = indexing.blocks(score, last, config.candidate_block_size,
+                                                config.candidate_topk_blocks)
         elif shared.candidates is not None:
             score = score.masked_fill(~shared.candidates, float("-inf"))
         best = score.topk(min(config.index_topk, score.shape[-1]), dim=-1)
@@ -109,13 +110,14 @@ class Whole:
         """What the heads on average give each entry at the probes, float32 [B, P, S]."""
         B, T = self.shape
         q, bias = up(q[:, self.probe]), bias[:, self.probe]
-        z = (q.flatten(1, 2) @ up(keys).transpose(1, 2)).unflatten(1, q.shape[1:3]) * q.shape[-1] ** -0.5 + bias[:, :, None]
+        z = ((q.flatten(1, 2) @ up(keys).transpose(1, 2)).unflatten(1, q.shape[1:3]) * q.shape[-1] ** -0.5
+             + bias[:, :, None])
         z[..., -SINK_KEYS] = sink_A
         return z.softmax(dim=-1)[..., T:-SINK_KEYS].mean(dim=2)
 
 
 def index_loss(score_BPS: Tensor, given_BPS: Tensor, reads_BPS: Tensor) -> Tensor:
-    """Mean KL divergence of the indexer's softmax from the attention given to the entries, over rows that read some."""
+    """Mean KL of the indexer's softmax from the attention given to the entries, over rows that read some."""
     has = reads_BPS.any(dim=-1)
     log_q = score_BPS.float().masked_fill(~reads_BPS, -1e4).log_softmax(dim=-1)
     share = given_BPS / given_BPS.sum(dim=-1, keepdim=True).clamp(min=1e-9)
@@ -123,12 +125,14 @@ def index_loss(score_BPS: Tensor, given_BPS: Tensor, reads_BPS: Tensor) -> Tenso
     return (kl * has).sum() / has.sum().clamp(min=1)
 
 
-def whole_step(model: Model, folding: Tensor, ids: Tensor, doc_start: Tensor, *, sparse: bool, probes: int) -> Step:
+def whole_step(model: Model, folding: Tensor, ids: Tensor, doc_start: Tensor, *,
+               sparse: bool, probes: int) -> Step:
     """The Step of a packed batch: ids and doc_start [B, T] int64; folding [V] on the device of ids."""
     config, (B, T) = model.config, ids.shape
     ratios = {config.ratio(s) for s in config.kv_source_layer_ids}
     if T % math.lcm(config.sliding_window, *ratios):
-        raise ValueError(f"seq_len is {T}; it must be a multiple of the window {config.sliding_window} and of every ratio")
+        raise ValueError(f"seq_len is {T}; it must be a multiple of the window {config.sliding_window} "
+                         "and of every ratio")
     pos = torch.arange(T, device=ids.device) - doc_start
     frequency = {flag: getattr(model, f"frequency_{flag:d}") for flag in (False, True)}
     rope = {flag: turns(pos.flatten(), frequency[flag]) for flag in (False, True)}
@@ -136,7 +140,8 @@ def whole_step(model: Model, folding: Tensor, ids: Tensor, doc_start: Tensor, *,
     whole = Whole((B, T), _near(doc_start, config.sliding_window), _band(doc_start, config.sliding_window),
                   {r: _seen(doc_start, r) for r in ratios}, rope[True], probe, sparse)
     groups = {r: _groups(pos, r, frequency[True]) for r in ratios}
-    gram = _grams(folding[ids], pos, config, folding[config.engram_pad_token_id]) if config.engram_layer_ids else None
+    gram = (_grams(folding[ids], pos, config, folding[config.engram_pad_token_id])
+            if config.engram_layer_ids else None)
     nothing = RingPlan(ids.new_empty(0), None, None, ids.new_empty(0))
     return Step(ids.flatten(), pos.flatten(), rope, (nothing, nothing), groups, gram=gram, whole=whole)
 
@@ -179,5 +184,6 @@ def _groups(pos: Tensor, ratio: int, frequency: Tensor) -> GroupPlan:
 
 def _grams(folded: Tensor, pos: Tensor, config: ModelConfig, filler: Tensor) -> Tensor:
     """Folded n-grams [B*T, Q], newest first; what lies before the conversation is filler."""
-    shifted = [torch.where(pos >= s, folded.roll(s, dims=1), filler) for s in range(config.engram_max_ngram_size)]
+    shifted = [torch.where(pos >= s, folded.roll(s, dims=1), filler)
+               for s in range(config.engram_max_ngram_size)]
     return torch.stack(shifted, dim=-1).flatten(0, 1)

@@ -23,8 +23,9 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def config():
     """The demo's roles and vocabulary, narrow enough for a CPU."""
-    return preset("demo").replace(hidden_size=64, num_attention_heads=4, head_dim=64, q_lora_rank=32, o_lora_rank=32,
-                                  moe_intermediate_size=32, n_routed_experts=4, index_n_heads=2, index_topk=16)
+    return preset("demo").replace(hidden_size=64, num_attention_heads=4, head_dim=64, q_lora_rank=32,
+                                  o_lora_rank=32, moe_intermediate_size=32, n_routed_experts=4,
+                                  index_n_heads=2, index_topk=16)
 
 
 def trainer(config, tokenizer, out, recipe=RECIPE):
@@ -75,7 +76,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(config, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("name", list(ABLATIONS))
 def test_each_mechanism_can_be_left_out(config, tokenizer, tmp_path, name):
-    run = trainer(config, tokenizer, tmp_path, replace(RECIPE, disable=(name,), sparse_from=0.0, round_from=0.0))
+    recipe = replace(RECIPE, disable=(name,), sparse_from=0.0, round_from=0.0)
+    run = trainer(config, tokenizer, tmp_path, recipe)
     logs = run.update(next(run.batches()))
     assert torch.isfinite(logs["loss"]) and torch.isfinite(logs["grad_norm"])
 
@@ -92,10 +94,11 @@ def test_every_weight_of_the_release_gets_a_gradient(config, tokenizer, tmp_path
         for p in run.masters.values():
             p.add_(0.01 * torch.randn_like(p) if p.is_floating_point() else 0)
     batch = data.batch(tokenizer, 0, 0, 512, 1)
-    loss, _ = run.loss(*(torch.from_numpy(a) for a in (batch.ids.astype("int64"), batch.doc_start.astype("int64"),
-                                                      batch.loss)), True, True)
+    arrays = batch.ids.astype("int64"), batch.doc_start.astype("int64"), batch.loss
+    loss, _ = run.loss(*map(torch.from_numpy, arrays), True, True)
     loss.backward()
-    missing = [n for n, p in run.masters.items() if p.requires_grad and (p.grad is None or not p.grad.abs().sum() > 0)]
+    missing = [n for n, p in run.masters.items()
+               if p.requires_grad and (p.grad is None or not p.grad.abs().sum() > 0)]
     assert not missing
 
 
