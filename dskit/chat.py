@@ -121,6 +121,11 @@ class Tokenizer:
         return max(self._full.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The `tokenizers` object itself, special tokens included."""
+        return self._full
+
+    @property
     def bos_id(self) -> int:
         """Id of the first token of every prompt."""
         return self.specials[BOS]

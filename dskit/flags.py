@@ -116,6 +116,8 @@ class TrainArgs:
     """Seed of the weights, the data and their order."""
     disable: Annotated[str, arg(metavar="PART,...")] = ""
     """Mechanisms to leave out, for example engram,mhc."""
+    minutes: Annotated[float | None, arg(metavar="FLOAT")] = None
+    """Stop after so many minutes and keep the state; --resume goes on."""
     resume: bool = False
     """Go on from the newest state in --out."""
     tensorboard: Folder = None

@@ -1,9 +1,9 @@
 """The caches of the engine: blocks of global memory that grow with a sequence, slots of rings that do not.
 
 A block spans all source layers for `block_size` positions: entry j of ratio r lies in block
-j*r // block_size. A slot holds one request's rings: the newest window vectors of every layer, and the (v, g) of
-compression groups that are still open. Block 0 and slot 0 are never handed out; they are what a missing entry
-points at, and stay zero.
+j*r // block_size. A slot holds one request's rings: the newest window vectors of every layer, and the (v, g)
+of compression groups that are still open. Block 0 and slot 0 are never handed out; they are what a missing
+entry points at, and stay zero.
 
 Shapes: entries [num_blocks * block_size / r, H], keys [..., index_head_dim], windows [slots * ring, H],
 carries [slots * ring, 2, width] float32.

@@ -108,10 +108,10 @@ class Trainer:
         self.balance_rate = torch.zeros((), device=self.device)
         self.graphs: dict[tuple, StepGraph] = {}
         self.seen_keys: dict[tuple, int] = {}
-        fold = folding(self.config, tokenizer._full) if self.config.engram_layer_ids else None
-        self.folding = None if fold is None else torch.from_numpy(fold).to(self.device)
-        if fold is None:
-            self.folding = torch.zeros(self.config.vocab_size, dtype=torch.int64, device=self.device)
+        self.folding = torch.zeros(self.config.vocab_size, dtype=torch.int64)
+        if self.config.engram_layer_ids:
+            self.folding = torch.from_numpy(folding(self.config, tokenizer.backend))
+        self.folding = self.folding.to(self.device)
         self.loads: dict[str, Tensor] = {}
         for name, module in self.model.named_modules():
             if isinstance(module, Gate):
@@ -491,5 +491,5 @@ def main(args) -> int:
                       Path(args.out), device, workers)
     if args.resume:
         trainer.resume()
-    done = trainer.run(minutes=getattr(args, "minutes", None) or math.inf, tensorboard=args.tensorboard)
+    done = trainer.run(minutes=args.minutes or math.inf, tensorboard=args.tensorboard)
     return 0 if done else 1
