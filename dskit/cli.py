@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import io
 import json
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def bench(argv: list[str]) -> int:
     choose_kernels(args.kernels)
     from dskit.bench import latency
 
-    return latency.main(args)
+    return latency.main(args, shlex.join(["dskit", "bench", *argv]))
 
 
 def train(argv: list[str]) -> int:

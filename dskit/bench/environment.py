@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -72,15 +71,17 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def write(report: dict[str, Any], result_dir: str, label: str) -> Path:
-    """Write run.json (the header) and bench.json (the rest) into a new folder of `result_dir`; returns it."""
+def write(report: dict[str, Any], result_dir: str, label: str, command: str) -> Path:
+    """Write run.json (the header) and bench.json (the rest) into a new folder of `result_dir`; returns it.
+
+    command: the command line that made the report, for its header.
+    """
     stem = f"{date.today().isoformat()}-{label}"
     folder, n = Path(result_dir) / stem, 1
     while folder.exists():
         n += 1
         folder = Path(result_dir) / f"{stem}-{n}"
     folder.mkdir(parents=True)
-    command = " ".join(["dskit", *sys.argv[1:]])
     header = {"command": command, **report["env"]}
     (folder / "run.json").write_text(json.dumps(header, indent=2) + "\n")
     rest = {name: value for name, value in report.items() if name != "env"}

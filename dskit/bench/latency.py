@@ -36,12 +36,15 @@ COMPILED = ("mhc.mixes",)  # many small calls, where fusion may pay
 INTERVAL = "from the call of generate to each token, in the calling process; warm-up and compilation left out"
 
 
-def main(args: Any) -> int:
-    """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
+def main(args: Any, command: str) -> int:
+    """Measure, print a table or one JSON document, and keep the result where `--result-dir` says.
+
+    command: the command line, for the header of what is kept.
+    """
     report = measure(args)
     if args.result_dir:
         label = f"{report['model']}-{args.device or 'default'}-latency"
-        say(f"written to {write(report, args.result_dir, label)}")
+        say(f"written to {write(report, args.result_dir, label, command)}")
     if args.json:
         print(json.dumps(report))
     else:

@@ -55,11 +55,12 @@ def test_the_header_answers_the_four_questions(report):
 def test_the_written_header_follows_the_schema(report):
     header = json.loads((report[1] / "run.json").read_text())
     jsonschema.validate(header, json.loads(SCHEMA.read_text()))
+    assert header["command"].startswith("dskit bench latency tiny --json")
     assert "runs" in json.loads((report[1] / "bench.json").read_text())
 
 
 def test_a_second_run_of_a_day_gets_a_folder_of_its_own(tmp_path):
-    folders = [environment.write({"env": {}, "runs": []}, str(tmp_path), "tiny") for _ in range(3)]
+    folders = [environment.write({"env": {}, "runs": []}, str(tmp_path), "tiny", "dskit bench latency") for _ in range(3)]
     assert len(set(folders)) == 3
 
 
