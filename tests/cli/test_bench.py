@@ -60,7 +60,8 @@ def test_the_written_header_follows_the_schema(report):
 
 
 def test_a_second_run_of_a_day_gets_a_folder_of_its_own(tmp_path):
-    folders = {environment.write({"env": {}, "runs": []}, str(tmp_path), "tiny", "dskit bench") for _ in range(3)}
+    report = {"env": {}, "runs": []}
+    folders = {environment.write(report, str(tmp_path), "tiny", "dskit bench") for _ in range(3)}
     assert len(folders) == 3
 
 
