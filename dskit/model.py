@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers import mhc
 from dskit.layers.compress import GroupPlan
@@ -130,6 +131,7 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig, numerics: Numerics):
         super().__init__()
+        ops.check_environment()
         self.config, self.numerics = config, numerics
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=numerics.dtype)
         self.embed.weight.requires_grad_(False)

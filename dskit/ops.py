@@ -191,6 +191,14 @@ def _matching(target: str) -> list[Op]:
     return [o for o in _OPS.values() if target in ("*", o.group, o.name)]
 
 
+def check_environment() -> None:
+    """Raise UnknownOp when `DSKIT_USE` names no op or group; for when all ops are registered."""
+    groups = {o.group for o in _OPS.values()}
+    for target, *_ in _environment_rules():
+        if target != "*" and target not in groups and target not in _OPS:
+            raise UnknownOp("DSKIT_USE: " + _no_such("op or group", target, [*groups, *_OPS]))
+
+
 def read_words(words: str) -> dict[str, str]:
     """Parse `moe=triton,mla=torch`, the spelling of `DSKIT_USE` and `--kernels`."""
     pairs = [word.split("=", 1) for word in words.split(",") if word.strip()]

@@ -51,7 +51,8 @@ def test_a_phase_has_its_own_choice(doubled):
 
 
 def test_an_explicit_choice_that_cannot_be_met_raises_with_op_reason_and_remedy(doubled):
-    with ops.use(norm="doubled"), pytest.raises(ops.Unsupported, match="norm.rms.*4 rows.*use\\(norm='torch'\\)"):
+    words = "norm.rms.*4 rows.*use\\(norm='torch'\\)"
+    with ops.use(norm="doubled"), pytest.raises(ops.Unsupported, match=words):
         run(torch.ones(4, 8))
 
 
@@ -91,6 +92,12 @@ def test_words_of_the_command_line():
     assert ops.read_words("auto") == {"*": "auto"}
     with pytest.raises(ValueError, match="group=implementation"):
         ops.read_words("moe")
+
+
+def test_a_typo_in_the_environment_is_found_when_a_model_is_built(monkeypatch):
+    monkeypatch.setenv("DSKIT_USE", "meo=torch")
+    with pytest.raises(ops.UnknownOp, match="DSKIT_USE.*did you mean moe"):
+        ops.check_environment()
 
 
 def test_compare_measures_each_implementation_against_float64(doubled):
