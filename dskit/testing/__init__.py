@@ -1,0 +1,240 @@
+"""How an op is fed, judged and counted: the case tables that parity tests and benchmarks both read.
+
+Idea
+    `Cases` of an op say at which shapes it is tried (`edges` everywhere, `frozen` at the released widths),
+    how arguments are made from a seed, how far a kernel may be off, and what the work costs at least.  A
+    timed shape is therefore a tested shape.  The tables stand beside this file, one per stem.
+
+Shapes
+    A shape is a dict of named sizes, such as {"rows": 128, "width": 5120}.
+
+Units
+    Bytes and floating-point operations of one call; inputs and outputs counted once.
+
+Errors
+    AssertionError from `assert_close` names op, implementation, shape, the worst index and both values.
+
+Source
+    kernels.md 0.3 (tolerance classes), section 6 (inputs); style.md section 7.
+
+Try
+    from dskit.testing import all_cases, check; check(all_cases()["norm.rms"], {"rows": 3, "width": 96})
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dskit import ops
+
+Shape = dict[str, int]
+GUARD = 64  # elements before and after a tensor that a kernel must leave alone
+
+
+class Maker:
+    """Seeded inputs on a device: the same seed and calls give the same values on any device."""
+
+    def __init__(self, device: torch.device | str = "cpu", seed: int = 0):
+        self.device = torch.device(device)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+        """Normal values of this scale."""
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0,
+                dtype: torch.dtype = torch.float32) -> Tensor:
+        """Values between low and high."""
+        return (torch.rand(shape, generator=self.generator) * (high - low) + low).to(self.device, dtype)
+
+    def integers(self, high: int, *shape: int, low: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Integers in [low, high)."""
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
+
+    def distinct(self, high: int, count: int) -> Tensor:
+        """`count` different integers below `high`, int64."""
+        return torch.randperm(high, generator=self.generator)[:count].to(self.device)
+
+
+@dataclass(frozen=True)
+class Cases:
+    """An op's shapes, inputs, tolerance and cost.
+
+    make(shape, maker) gives the positional arguments.  classes: one letter per output tensor.  rounds: the
+    op itself rounds, so that the oracle is the reference on the same arguments; otherwise it is the
+    reference in float64.  grads: positions of the arguments whose gradients are compared.
+    """
+
+    op: str
+    make: Callable[[Shape, Maker], tuple]
+    classes: str
+    edges: tuple[Shape, ...]
+    frozen: tuple[Shape, ...] = ()
+    nbytes: Callable[[Shape], int] | None = None
+    flop: Callable[[Shape], int] | None = None
+    peak: str = "fp32"  # which peak binds the flop: fp32, tf32, bf16, fp8
+    rounds: bool = False
+    grads: tuple[int, ...] = ()
+
+    def oracle(self, args: tuple) -> tuple[Tensor, ...]:
+        """What is right for these arguments."""
+        reference = ops.find(self.op).reference
+        return outputs(reference(*(args if self.rounds else map(widen, args))))
+
+
+def widen(value):
+    """Floating tensors (and dtypes) as float64, everything else as it is."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    return value
+
+
+def outputs(result) -> tuple[Tensor, ...]:
+    """The tensors that an op returned, in order."""
+    found = result if isinstance(result, tuple | list) else (result,)
+    return tuple(tensor for tensor in found if isinstance(tensor, Tensor))
+
+
+def all_cases() -> dict[str, Cases]:
+    """Every op's cases by op name, from the tables beside this file."""
+    found: dict[str, Cases] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for cases in importlib.import_module(f"{__name__}.{module.name}").CASES:
+            found[cases.op] = cases
+    return found
+
+
+# ---- judging -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a result is from the oracle: passed or not, the figure that decided, and the worst element."""
+
+    passed: bool
+    figure: str
+    worst: str
+
+
+def judge(result: Tensor, oracle: Tensor, letter: str) -> Verdict:
+    """Compare by tolerance class (kernels.md 0.3)."""
+    if result.shape != oracle.shape:
+        return Verdict(False, f"shape {tuple(result.shape)}, not {tuple(oracle.shape)}", "")
+    if not result.numel():
+        return Verdict(True, "empty", "")
+    if letter == "X":
+        wrong = _bits(result) != _bits(oracle)
+        return Verdict(not wrong.any(), f"{int(wrong.sum())} differ", _worst(wrong.double(), result, oracle))
+    got, want = result.double(), oracle.double()
+    if not torch.equal(got.isnan(), want.isnan()) or not torch.equal(got.isinf(), want.isinf()):
+        wrong = (got.isnan() != want.isnan()) | (got.isinf() != want.isinf())
+        return Verdict(False, "NaN or infinity", _worst(wrong.double(), result, oracle))
+    got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
+    off = (got - want).abs()
+    worst = _worst(off, result, oracle)
+    rms = float(off.pow(2).mean().sqrt() / want.pow(2).mean().sqrt().clamp_min(1e-30))
+    row = want.abs().amax(dim=-1, keepdim=True) if want.dim() else want.abs()
+    if letter == "E":
+        scale = want.pow(2).mean(dim=-1, keepdim=True).sqrt() if want.dim() else want.abs()
+        close = off <= 2.0**-8 * want.abs() + 1e-6 * scale + 1e-30
+        return Verdict(bool(close.all()), f"rms {rms:.1e}", worst)
+    if letter == "Q":  # nearly all equal; the others one step of their format apart
+        equal = float((off <= 2.0**-9 * want.abs()).double().mean())
+        return Verdict(equal >= 0.999 and bool((off <= row / 3).all()), f"{equal:.5f} equal", worst)
+    limits = {"G": 1e-5 if result.dtype == torch.float32 else 2e-3, "A": 4e-3, "F": 1e-5}
+    if letter == "M":
+        return Verdict(float(off.max()) <= 2e-5, f"max {float(off.max()):.1e}", worst)
+    passed = rms <= limits[letter] and bool((off <= 8e-3 * row + 1e-30).all())
+    return Verdict(passed, f"rms {rms:.1e}", worst)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor if not tensor.is_floating_point() else tensor.contiguous().view(views[tensor.itemsize])
+
+
+def _worst(off: Tensor, result: Tensor, oracle: Tensor) -> str:
+    at = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape)) if off.dim() else ()
+    return f"worst at {at}: {result[at].item():.6g}, oracle {oracle[at].item():.6g}"
+
+
+def assert_close(result, oracle, classes: str, what: str) -> None:
+    """Raise AssertionError, with `what` in front, unless every output is within its class."""
+    result, oracle = outputs(result), outputs(oracle)
+    assert len(result) == len(oracle) == len(classes), f"{what}: {len(result)} outputs, not {len(classes)}"
+    for i, (got, want, letter) in enumerate(zip(result, oracle, classes, strict=True)):
+        verdict = judge(got, want, letter)
+        assert verdict.passed, f"{what}, output {i}, class {letter}: {verdict.figure}; {verdict.worst}"
+
+
+# ---- trying ------------------------------------------------------------------------------------------------
+
+def guarded(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """A copy of a tensor between two bands of a pattern, and a check that the bands are untouched."""
+    flat = tensor.contiguous().view(-1)
+    pattern = 0x5B if not tensor.is_floating_point() and tensor.itemsize == 1 else 77
+    line = torch.full((flat.numel() + 2 * GUARD,), pattern, device=tensor.device).to(tensor.dtype)
+    line[GUARD : GUARD + flat.numel()] = flat
+    copy = line[GUARD : GUARD + flat.numel()].view(tensor.shape)
+    bands = torch.cat((line[:GUARD], line[-GUARD:]))
+    return copy, lambda: torch.equal(torch.cat((line[:GUARD], line[-GUARD:])), bands)
+
+
+def clone(args: tuple) -> tuple[tuple, list[Callable[[], bool]]]:
+    """Copies of the tensors among the arguments between guard bands, and the checks of those bands."""
+    pairs = [guarded(a) if isinstance(a, Tensor) else (a, None) for a in args]
+    return tuple(a for a, _ in pairs), [intact for _, intact in pairs if intact]
+
+
+def check(cases: Cases, shape: Shape, implementation: str = "triton", device: torch.device | str = "cpu",
+          seed: int = 0) -> None:
+    """Run an implementation twice beside the oracle: right, the same bits again, nothing else touched.
+
+    An op whose name ends in `_` may change its arguments, which are then compared too; others must not.
+    Raises AssertionError.
+    """
+    op = ops.find(cases.op)
+    run = op.implementation(implementation).function
+    args = cases.make(shape, Maker(device, seed))
+    what = f"{cases.op}[{implementation}] at {shape}"
+    ours, bands = clone(args)
+    theirs, _ = clone(args)
+    oracle = cases.oracle(theirs)
+    first = outputs(run(*ours))
+    assert all(intact() for intact in bands), f"{what}: wrote outside an argument"
+    assert_close(first, oracle, cases.classes, what)
+    again, _ = clone(args)
+    for i, (one, two) in enumerate(zip(first, outputs(run(*again)), strict=True)):
+        assert torch.equal(_bits(one), _bits(two)), f"{what}: output {i} differs in a second run"
+    changed = [i for i, (a, b) in enumerate(zip(args, ours, strict=True))
+               if isinstance(a, Tensor) and not torch.equal(_bits(a), _bits(b))]
+    if not cases.op.endswith("_"):
+        assert not changed, f"{what}: argument {changed} was changed"
+
+
+def check_gradients(cases: Cases, shape: Shape, implementation: str = "triton",
+                    device: torch.device | str = "cpu", seed: int = 0, limit: float = 1e-2) -> None:
+    """Gradients of the arguments named in `cases.grads` beside the float64 reference's, relative RMS."""
+    op, maker = ops.find(cases.op), Maker(device, seed)
+    args = cases.make(shape, maker)
+    pushes = None
+    found = []
+    for function, wide in ((op.reference, True), (op.implementation(implementation).function, False)):
+        mine = [widen(a) if wide else a for a in args]
+        for i in cases.grads:
+            mine[i] = mine[i].detach().clone().requires_grad_()
+        results = [r for r in outputs(function(*mine)) if r.is_floating_point()]
+        pushes = pushes or [maker.normal(*r.shape, dtype=torch.float32) for r in results]
+        total = sum((r * p.to(r.dtype)).sum() for r, p in zip(results, pushes, strict=True))
+        found.append(torch.autograd.grad(total, [mine[i] for i in cases.grads]))
+    for i, want, got in zip(cases.grads, *found, strict=True):
+        off = (got.double() - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt().clamp_min(1e-30)
+        what = f"{cases.op}[{implementation}] at {shape}: gradient of argument {i}"
+        assert float(off) <= limit, f"{what} is off by {float(off):.1e}, limit {limit:.0e}"
