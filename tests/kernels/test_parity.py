@@ -28,9 +28,9 @@ KERNELS = [name for name in TABLE if _has_kernel(name)]
 
 
 def _params(which: str, *, grad: bool = False) -> list:
+    names = [n for n in KERNELS if not grad or (TABLE[n].grads and ops.find(n).implementation("triton").grad)]
     return [pytest.param(name, shape, id=f"{name}-{i}")
-            for name in KERNELS if not grad or (TABLE[name].grads and ops.find(name).implementation("triton").grad)
-            for i, shape in enumerate(getattr(TABLE[name], which))]
+            for name in names for i, shape in enumerate(getattr(TABLE[name], which))]
 
 
 @pytest.mark.parametrize(("name", "shape"), _params("edges"))
