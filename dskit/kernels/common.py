@@ -34,6 +34,7 @@ except ImportError as error:
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 INTERP = tl.constexpr(INTERPRET)
+_absent: dict[str, int] = {}  # capability and multiprocessors of a GPU that is only compiled for
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -42,6 +43,8 @@ def refuse(*tensors: torch.Tensor | None, sm: int = 80) -> str | None:
     """Why Triton cannot run on these tensors here, or None: interpreted anywhere, compiled from sm_80 on."""
     if INTERPRET:
         return None
+    if _absent:
+        return None if _absent["sm"] >= sm else f"this is sm_{_absent['sm']}, the kernel needs sm_{sm} or later"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 was set after dskit.kernels was imported; set it before, and start again"
     for tensor in tensors:
@@ -54,6 +57,18 @@ def refuse(*tensors: torch.Tensor | None, sm: int = 80) -> str | None:
         if have < sm:
             return f"the GPU is sm_{have}, the kernel needs sm_{sm} or later"
     return None
+
+
+def pretend(sm: int, processors: int) -> None:
+    """From now on compile for a GPU that is not here, tensors lying on the CPU; for dskit/bench/offline.py."""
+    _absent.update(sm=sm, processors=processors)
+
+
+def processors(tensor: torch.Tensor) -> int:
+    """Streaming multiprocessors of the GPU that holds a tensor; 4 when interpreted, so that loops are walked."""
+    if _absent:
+        return _absent["processors"]
+    return 4 if INTERPRET else torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def require(condition: bool, argument: str, problem: str) -> None:
