@@ -44,7 +44,7 @@ def refuse(*tensors: torch.Tensor | None, sm: int = 80) -> str | None:
     if INTERPRET:
         return None
     if _absent:
-        return None if _absent["sm"] >= sm else f"this is sm_{_absent['sm']}, the kernel needs sm_{sm} or later"
+        return None if _absent["sm"] >= sm else f"sm_{_absent['sm']}; the kernel needs sm_{sm} or later"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 was set after dskit.kernels was imported; set it before, and start again"
     for tensor in tensors:
@@ -60,12 +60,12 @@ def refuse(*tensors: torch.Tensor | None, sm: int = 80) -> str | None:
 
 
 def pretend(sm: int, processors: int) -> None:
-    """From now on compile for a GPU that is not here, tensors lying on the CPU; for dskit/bench/offline.py."""
+    """From now on compile for a GPU that is not here, its tensors on the CPU (bench/offline.py)."""
     _absent.update(sm=sm, processors=processors)
 
 
 def processors(tensor: torch.Tensor) -> int:
-    """Streaming multiprocessors of the GPU that holds a tensor; 4 when interpreted, so that loops are walked."""
+    """Multiprocessors of the GPU that holds a tensor; 4 when interpreted, so that loops are walked."""
     if _absent:
         return _absent["processors"]
     return 4 if INTERPRET else torch.cuda.get_device_properties(tensor.device).multi_processor_count

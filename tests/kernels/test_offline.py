@@ -1,0 +1,71 @@
+"""Every kernel compiles for a GPU that is not here, within its registers and its shared memory.
+
+The interpreter accepts what a compiler refuses, so each op is compiled for sm_90 once in the default run, at
+its last edge shape, and at all its shapes for sm_90 and sm_80 under `slow`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from dskit.bench.offline import Launches, instructions
+from dskit.kernels import common
+
+SWITCHES = ("TRITON_INTERPRET", "DSKIT_USE")
+
+
+def survey(*words: str) -> list[dict]:
+    """The report of a process of its own, since kernels that are interpreted cannot be compiled."""
+    clean = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+    done = subprocess.run([sys.executable, "-m", "dskit.bench.offline", *words], env=clean,
+                          capture_output=True, text=True)
+    assert done.stdout, done.stderr[-2000:]
+    rows = json.loads(done.stdout)
+    assert done.returncode == int(any("error" in row for row in rows))
+    return rows
+
+
+def failures(rows: list[dict]) -> str:
+    return "\n".join(f"{row['op']} at {row['shape']}: {row['error']}" for row in rows if "error" in row)
+
+
+def test_every_op_compiles_for_sm_90():
+    rows = survey("--arch", "90", "--shapes", "one")
+    assert not failures(rows), failures(rows)
+    for row in (r for r in rows if "kernel" in r):
+        assert 0 < row["registers"] <= 255
+    assert not [row for row in rows if "refused" in row], "sm_90 is the target: nothing may refuse it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["90", "80"])
+@pytest.mark.timeout(1800)
+def test_every_configuration_compiles(arch):
+    rows = survey("--arch", arch)
+    assert not failures(rows), failures(rows)
+
+
+def test_instructions_are_counted():
+    ptx = """
+        ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];
+        @%p1 ld.global.L1::evict_first.b16 { %rs1 }, [ %rd2 ];
+        cp.async.cg.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x10, %r6;
+        wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%f1}, %rd4, %rd5, 1, 1, 1, 0, 0;
+        st.global.v2.b32 [ %rd6 + 0 ], { %r7, %r8 };
+    """
+    assert instructions(ptx) == {"wgmma": 1, "mma": 0, "cp_async": 1, "tma": 0,
+                                 "load_bits": 128, "store_bits": 64}
+    assert instructions("cp.async.ca.shared.global [ %r5 ], [ %rd3 ], 0x4;")["load_bits"] == 32
+
+
+def test_interpreting_and_compiling_exclude_each_other(monkeypatch):
+    monkeypatch.setattr(common, "INTERPRET", True)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        Launches(90)
