@@ -13,7 +13,7 @@ the even channel in the low nibble and scales [N, K/32].
 Units: scales are E8M0 bytes: 2^(byte - 127), 255 is NaN.
 Errors: ValueError when a width does not suit its format.
 Numerics: restored values are exact in float32; sums are float32. "exact" numerics leave every rounding out.
-Kernel: kernels/linear.py (linear.quantize, linear.matmul)
+Kernel: kernels/linear.py (linear.quantize, linear.encode, linear.decode)
 Source: model.md 3.1, 3.4, 4.3.
 """
 
@@ -70,6 +70,26 @@ def _groups(v: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return v_GS, v_GS.abs().amax(dim=-1, keepdim=True)
 
 
+def group_size(fmt: str) -> int:
+    """Channels that share a scale in a format; raises ValueError for one that is unknown."""
+    kind, _, size = fmt.partition("_")
+    if fmt not in ("fp4_32", "fp4_16") and not (kind == "fp8" and size.isdigit() and int(size)):
+        raise ValueError(f"fmt is {fmt!r}; choose fp8_<group>, fp4_32 or fp4_16")
+    return int(size)
+
+
+def _scaled(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """(v over its scale, the scale) by group, float32 [..., groups, size] and [..., groups, 1]."""
+    v_GS, amax = _groups(v, group_size(fmt))
+    if fmt.startswith("fp8"):
+        scale = scale_for(amax.clamp(min=1e-4), E4M3_MAX)  # so that nothing exceeds what e4m3 holds
+    elif fmt == "fp4_16":
+        scale = e4m3(amax.clamp(min=E2M1_MAX * 2.0**-9) / E2M1_MAX)
+    else:
+        scale = scale_for(amax.clamp(min=E2M1_MAX * 2.0**-126), E2M1_MAX)
+    return v_GS / scale, scale
+
+
 @ops.op("linear.quantize")
 def quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
     """Quantise and restore along the last axis; `fmt` is fp8_<group>, fp4_32 or fp4_16 (e4m3 scales).
@@ -83,19 +103,34 @@ def quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
 
 
 def _quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
-    kind, size = fmt.split("_")
-    v_GS, amax = _groups(v, int(size))
-    if kind == "fp8":
-        scale = scale_for(amax.clamp(min=1e-4), E4M3_MAX)  # so that nothing below exceeds what e4m3 holds
-        restored = (v_GS / scale).to(torch.float8_e4m3fn).float() * scale
-    else:
-        if size == "16":
-            scale = e4m3(amax.clamp(min=E2M1_MAX * 2.0**-9) / E2M1_MAX)
-        else:
-            scale = scale_for(amax.clamp(min=E2M1_MAX * 2.0**-126), E2M1_MAX)
-        restored = e2m1(v_GS / scale) * scale
-    restored = cast(restored.flatten(-2), dtype)
+    value, scale = _scaled(v, fmt)
+    rounded = value.to(torch.float8_e4m3fn).float() if fmt.startswith("fp8") else e2m1(value)
+    restored = cast((rounded * scale).flatten(-2), dtype)
     return restored if restored.shape[-1] == v.shape[-1] else restored[..., : v.shape[-1]]
+
+
+@ops.op("linear.encode", grad=False)
+def encode(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Quantise v [..., K] to what is stored: (codes, scales), both uint8, one scale per group.
+
+    Codes are [..., K] in fp8 and [..., K/2] in fp4, the even channel in the low nibble; scales are E8M0, in
+    fp4_16 e4m3. Values are finite: fp4 has no NaN.
+    """
+    if fmt.startswith("fp4") and v.shape[-1] % 2:
+        raise ValueError(f"{fmt} packs channels in pairs; the width is {v.shape[-1]}")
+    value, scale = _scaled(v, fmt)
+    wide = value.flatten(-2)[..., : v.shape[-1]]
+    codes = wide.to(torch.float8_e4m3fn).view(torch.uint8) if fmt.startswith("fp8") else _nibbles(e2m1(wide))
+    stored = scale.to(torch.float8_e4m3fn) if fmt == "fp4_16" else scale_bytes(scale)
+    return codes, stored.view(torch.uint8).squeeze(-1)
+
+
+@ops.op("linear.decode", grad=False)
+def decode(codes: Tensor, scales: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
+    """Inverse of `encode`: [..., K] of `dtype`, bit for bit what `quantize` gives."""
+    value = codes.view(torch.float8_e4m3fn).float() if fmt.startswith("fp8") else _from_nibbles(codes)
+    scale = scales.view(torch.float8_e4m3fn).float() if fmt == "fp4_16" else scale_values(scales)
+    return (value * scale.repeat_interleave(group_size(fmt), -1)[..., : value.shape[-1]]).to(dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -138,24 +173,33 @@ def unpack_fp8(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torc
     return (codes.float() * spread[..., : codes.shape[-2], : codes.shape[-1]]).to(dtype)
 
 
+def _nibbles(value: Tensor) -> Tensor:
+    """Two e2m1 codes a byte, uint8 [..., K/2], of e2m1 values [..., K]: even channels in the low nibble."""
+    table = torch.tensor(E2M1_VALUES, device=value.device)
+    code = torch.bucketize(value.abs(), table).clamp(max=7) + 8 * torch.signbit(value)
+    return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
+
+
+def _from_nibbles(packed: Tensor) -> Tensor:
+    """Inverse of _nibbles: float32 [..., K]."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=packed.device)
+    byte = packed.view(torch.uint8).int()
+    return table[torch.stack((byte & 15, byte >> 4), dim=-1)].flatten(-2)
+
+
 def pack_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [..., N, K] -> (two e2m1 codes a byte [..., N, K/2] int8, E8M0 scales [..., N, K/32])."""
     if weight.shape[-1] % 32:
         raise ValueError(f"MXFP4 needs an input width that is a multiple of 32, not {weight.shape[-1]}")
     v_GS, amax = _groups(weight, 32)
     scale = pow2ceil(amax.clamp(min=E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
-    value = e2m1(v_GS / scale).flatten(-2)
-    table = torch.tensor(E2M1_VALUES, device=weight.device)
-    code = torch.bucketize(value.abs(), table) + 8 * torch.signbit(value)
-    packed = code[..., 0::2] | (code[..., 1::2] << 4)
-    return packed.to(torch.uint8).view(torch.int8), scale_bytes(scale.squeeze(-1))
+    packed = _nibbles(e2m1(v_GS / scale).flatten(-2))
+    return packed.view(torch.int8), scale_bytes(scale.squeeze(-1))
 
 
 def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of pack_fp4: [..., N, K] of `dtype`."""
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=packed.device)
-    byte = packed.view(torch.uint8).int()
-    value = table[torch.stack((byte & 15, byte >> 4), dim=-1)].flatten(-2)
+    value = _from_nibbles(packed)
     return (value.unflatten(-1, (-1, 32)) * scale_values(scale).unsqueeze(-1)).flatten(-2).to(dtype)
 
 

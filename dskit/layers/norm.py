@@ -3,10 +3,11 @@
 Idea: y = gain * x / sqrt(mean(x^2) + eps). Normalise first, then multiply by the gain, then round once; eps
 is 1e-20 in V4.1 and only guards exact zeros, so a zero vector stays zero.
 
-Shapes: x [..., D] -> [..., D] in the dtype asked for; gain [D].
+Shapes: x [..., D] -> [..., D] in the dtype asked for; gain [D]. What follows or precedes the norm on the hot
+path, an addition or the rounding of a product's input, is joined to it in an op of its own.
 Errors: none of its own.
 Numerics: statistic and gain in float32 (float64 stays float64), one rounding at the end.
-Kernel: kernels/norm.py (norm.rms)
+Kernel: kernels/norm.py (norm.rms, norm.add_rms, norm.rms_quantize)
 Source: model.md 3.3, config field rms_norm_eps.
 """
 
@@ -35,6 +36,22 @@ def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype) -> Ten
     wide = up(x)
     gain = None if gain_D is None else cast(gain_D, wide.dtype)
     return cast(F.rms_norm(wide, (x.shape[-1],), gain, eps), dtype)
+
+
+@ops.op("norm.add_rms")
+def add_rms(x: Tensor, residual: Tensor, gain_D: Tensor | None, eps: float,
+            dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x + residual, rounded to their dtype; the RMSNorm of that sum in `dtype`), both [..., D]."""
+    total = x + residual
+    return total, rms(total, gain_D, eps, dtype)
+
+
+@ops.op("norm.rms_quantize")
+def rms_quantize(x: Tensor, gain_D: Tensor | None, eps: float, fmt: str,
+                 dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of x in `dtype`; that, quantised in `fmt` and restored), both [..., D] of `dtype`."""
+    normed = rms(x, gain_D, eps, dtype)
+    return normed, ops.find("linear.quantize")(normed, fmt, dtype)  # linear.py builds on this file
 
 
 class RMSNorm(nn.Module):
