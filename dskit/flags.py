@@ -110,12 +110,20 @@ class TrainArgs:
     """Optimiser steps; by default the recipe's."""
     batch_size: Count = None
     """Sequences per step; by default the recipe's."""
+    seq_len: Literal[512, 1024, 4096] | None = None
+    """Rows of this length only; by default the recipe's rotation of all three."""
     lr: Annotated[float | None, arg(metavar="FLOAT")] = None
     """Peak learning rate; by default the recipe's."""
     seed: int = 0
     """Seed of the weights, the data and their order."""
     disable: Annotated[str, arg(metavar="PART,...")] = ""
     """Mechanisms to leave out, for example engram,mhc."""
+    start: Text = None
+    """Go on from this checkpoint's weights instead of random ones."""
+    freeze: Annotated[str, arg(metavar="PART,...")] = ""
+    """Parameters that do not learn: those whose name holds one of these, for example ffn.experts."""
+    mix: Annotated[str, arg(metavar="SKILL=SHARE,...")] = ""
+    """Conversations per skill, for example define=40,tools=60; by default the recipe's."""
     minutes: Annotated[float | None, arg(metavar="FLOAT")] = None
     """Stop after so many minutes and keep the state; --resume goes on."""
     resume: bool = False

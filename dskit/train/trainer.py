@@ -76,6 +76,8 @@ class Recipe:
     balance: float = 2e-3
     seed: int = 0
     disable: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()  # parameters whose name holds one of these do not learn
+    mix: dict[str, float] | None = None  # skills and their shares; None: data.MIXES by row length
 
 
 def ablated(config: ModelConfig, disable: tuple[str, ...]) -> ModelConfig:
@@ -133,9 +135,22 @@ class Trainer:
         for name, parameter in model.named_parameters():
             value = initial(name, parameter, self.config).to(self.device)
             trained = parameter.is_floating_point() and not name.endswith((".bias", ".bias_vl"))
+            trained = trained and not any(part in name for part in self.recipe.freeze)
             owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             setattr(owner, leaf, nn.Parameter(value, requires_grad=trained))
         return model.to(self.device)
+
+    def start_from(self, source: str | Path) -> None:
+        """Take the weights of a checkpoint of the same config; raises ValueError for another config."""
+        model = checkpoint.load(source, device=self.device, numerics="exact")
+        if model.config != self.config:
+            raise ValueError(f"{source} has another config than this run; --disable what it was made without")
+        with torch.no_grad():
+            for name, p in self.masters.items():
+                owner, value = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+                if isinstance(owner, Table):  # held as codes even here
+                    value = owner(torch.arange(len(value), device=self.device)[:, None]).view(value.shape)
+                p.copy_(value)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         def matrix(name: str) -> bool:
@@ -260,7 +275,7 @@ class Trainer:
         for i, (seq_len, rows, weight) in enumerate(shapes):
             share = seq_len * rows * weight / sum(s * r * w for s, r, w in shapes)
             streams.append(data.batches(self.tokenizer, self.recipe.seed * 1000 + i, seq_len, rows,
-                                        data.mix_for(seq_len), start=done[i],
+                                        self.recipe.mix or data.mix_for(seq_len), start=done[i],
                                         workers=math.ceil(self.workers * share)))
         step = self.step
         while True:
@@ -470,15 +485,36 @@ def plot(log: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def main(args) -> int:
-    """`dskit train`: run a recipe; exit status 0 when it is complete, 1 when its minutes ran out before."""
+def recipe_of(args) -> Recipe:
+    """The recipe that the flags ask for; raises ValueError for shares that are not `skill=number`."""
     shapes = Recipe.shapes
     if args.batch_size:
         shapes = tuple((seq_len, max(1, args.batch_size * rows // shapes[0][1]), w)
                        for seq_len, rows, w in shapes)
+    if args.seq_len:
+        shapes = tuple(shape for shape in shapes if shape[0] == args.seq_len)
+    mix = None
+    if args.mix:
+        pairs = [part.partition("=") for part in args.mix.split(",")]
+        if not all(share.replace(".", "", 1).isdigit() for _, _, share in pairs):
+            raise ValueError(f"--mix is {args.mix!r}; write it as define=40,tools=60")
+        mix = {skill: float(share) for skill, _, share in pairs}
     recipe = Recipe(steps=args.steps or Recipe.steps, lr=args.lr or Recipe.lr,
-                    lr_adam=args.lr or Recipe.lr_adam, seed=args.seed, shapes=shapes,
-                    disable=tuple(p for p in args.disable.split(",") if p))
+                    lr_adam=args.lr or Recipe.lr_adam, seed=args.seed, shapes=shapes, mix=mix,
+                    disable=_words(args.disable), freeze=_words(args.freeze))
+    if args.start:  # trained weights need no dense stretch, and their routers are balanced
+        recipe = replace(recipe, warmup=max(1, recipe.steps // 14), decay_from=0.3, sparse_from=0.0,
+                         round_from=0.0, balance=0.0)
+    return recipe
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def main(args) -> int:
+    """`dskit train`: run a recipe; exit status 0 when it is complete, 1 when its minutes ran out before."""
+    recipe = recipe_of(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         torch._dynamo.config.automatic_dynamic_shapes = False  # few shapes, each worth its own code
@@ -491,5 +527,7 @@ def main(args) -> int:
                       Path(args.out), device, workers)
     if args.resume:
         trainer.resume()
+    elif args.start:
+        trainer.start_from(args.start)
     done = trainer.run(minutes=args.minutes or math.inf, tensorboard=args.tensorboard)
     return 0 if done else 1

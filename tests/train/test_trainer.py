@@ -122,3 +122,21 @@ def test_rows_of_a_wrong_length_are_refused(config, tokenizer, tmp_path):
     ids = torch.zeros(1, 100, dtype=torch.int64)
     with pytest.raises(ValueError, match="seq_len is 100"):
         whole_step(run.model, run.folding, ids, ids, sparse=False, probes=4)
+
+
+def test_a_run_goes_on_from_a_checkpoint_and_leaves_alone_what_is_frozen(config, tokenizer, tmp_path):
+    first = trainer(config, tokenizer, tmp_path)
+    assert first.run()
+    recipe = replace(RECIPE, freeze=("ffn.experts", "ffn.gate"), mix={"json": 1.0})
+    second = trainer(config, tokenizer, tmp_path / "second", recipe)
+    second.start_from(tmp_path / "model")
+    begun, stored = weights(second), first.weights(rounded=True)
+    for name, value in begun.items():
+        torch.testing.assert_close(value, stored[name].to(value.dtype), rtol=0, atol=0, msg=name)
+    assert second.run()
+    for name, value in weights(second).items():
+        if "ffn.experts" in name or name.endswith("ffn.gate.weight"):
+            assert torch.equal(value, begun[name]), name
+    assert not torch.equal(second.masters["embed.weight"], begun["embed.weight"])
+    with pytest.raises(ValueError, match="another config"):
+        trainer(config.replace(hc_mult=2), tokenizer, tmp_path / "third").start_from(tmp_path / "model")
