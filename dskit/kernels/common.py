@@ -77,6 +77,23 @@ def require(condition: bool, argument: str, problem: str) -> None:
         raise ValueError(f"{argument} {problem}")
 
 
+def layout(fmt: str) -> tuple[str, int]:
+    """(kind, channels of a group) of a quantisation format, for `restored` and its kin.
+
+    Raises ValueError for a format that is unknown or whose groups are no power of two.
+    """
+    kind, _, size = fmt.partition("_")
+    known = fmt in ("fp4_32", "fp4_16") or (kind == "fp8" and size.isdigit() and int(size) == pow2(int(size)))
+    require(known, "fmt", f"is {fmt!r}; choose fp8_<power of two>, fp4_32 or fp4_16")
+    return kind if kind == "fp8" else fmt, int(size)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as [rows, K] whose channels lie side by side; copied only when they do not."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up."""
     return -(-a // b)
@@ -92,7 +109,8 @@ def pow2(n: int) -> int:
 @triton.jit
 def ld(ptr, mask=None, other=0.0):
     """Load and widen to float32 at once: the interpreter must never compute in bfloat16."""
-    return tl.load(ptr, mask=mask, other=other).to(tl.float32)
+    value = tl.load(ptr) if mask is None else tl.load(ptr, mask=mask, other=other)
+    return value.to(tl.float32)
 
 
 @triton.jit
@@ -129,70 +147,102 @@ def nearest(x):
 
 
 @triton.jit
+def _round(x, lowest: tl.constexpr, magic: tl.constexpr):
+    """x to the nearest value of a format with few mantissa bits, ties to even.
+
+    With m bits the step is 2^-m of the power of two at or below |x|, which is at least `lowest`, where the
+    subnormals begin.  Beside that power times `magic` = 1.5 * 2^(23 - m) float32 itself has that step, so
+    adding it rounds.  A zero keeps its sign, a NaN stays one.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    big = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), lowest) * magic
+    value = ((x + big) - big).to(tl.int32, bitcast=True)
+    return ((value & 0x7FFFFFFF) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _within(x, largest: tl.constexpr):
+    return tl.clamp(x, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def e4m3(x):
     """float32 -> nearest e4m3 value as float32, ties to even, saturating at 448."""
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
-    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)  # below 2^-6 steps stay 2^-9
-    step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
-    back = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step
-    return nearest(x * back) * step
+    return _round(_within(x, 448.0), 0.015625, 1572864.0)  # 2^-6, 1.5 * 2^20
 
 
 @triton.jit
 def e2m1(x):
     """float32 -> nearest e2m1 value as float32, ties to even, saturating at 6."""
-    x = tl.minimum(tl.maximum(x, -6.0), 6.0)
-    size = tl.abs(x)
-    step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
-    back = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
-    return nearest(x * back) * step
+    return _round(_within(x, 6.0), 1.0, 6291456.0)  # 1.5 * 2^22
 
 
 # ---- in kernels: codes -------------------------------------------------------------------------------------
 
+@triton.constexpr_function
+def _casts_fp8():
+    """Whether the machine compiled for has casts to and from e4m3; without them integers do the same."""
+    return not INTERPRET and tl.target_info.cuda_capability_geq(8, 9)
+
+
 @triton.jit
 def e4m3_code(x):
     """float32 -> uint8 code of the nearest e4m3 value, saturating at 448."""
-    if INTERP:
-        value = tl.abs(e4m3(x))
-        sign = ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        bits = value.to(tl.int32, bitcast=True)
-        normal = (bits >> 20) - (120 << 3)
-        small = (value * 512.0).to(tl.int32)  # subnormals count in steps of 2^-9
-        return (tl.where(value < 0.015625, small, normal) | sign).to(tl.uint8)
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if _casts_fp8():
+        return _within(x, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return _e4m3_code(x)
+
+
+@triton.jit
+def _e4m3_code(x):
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    value = tl.abs(e4m3(x))
+    normal = (value.to(tl.int32, bitcast=True) >> 20) - 960  # exponent bias 127 becomes 7
+    small = ((value + 0.015625).to(tl.int32, bitcast=True) >> 20) - 968  # subnormals count steps of 2^-9
+    code = tl.where(value < 0.015625, small, tl.minimum(normal, 0x7F))  # a NaN is 0x7F
+    return (code | sign).to(tl.uint8)
 
 
 @triton.jit
 def from_e4m3(code):
     """uint8 code -> its e4m3 value, float32."""
-    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if _casts_fp8():
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return _from_e4m3(code)
+
+
+@triton.jit
+def _from_e4m3(code):
+    code = code.to(tl.int32)
+    value = (((code & 0x7F) << 20) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value * 1.329227995784916e36)  # 2^(127 - 7)
 
 
 @triton.jit
 def e2m1_code(x):
     """float32 -> code 0..15 (uint8) of the nearest e2m1 value, saturating at 6."""
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     value = tl.abs(e2m1(x))
-    sign = ((x.to(tl.int32, bitcast=True) >> 28) & 8)
-    small = (value * 2.0).to(tl.int32)  # 0 .. 4 stand for 0, 0.5, 1, 1.5, 2
-    code = tl.where(value <= 2.0, small, tl.where(value < 3.5, 5, tl.where(value < 5.0, 6, 7)))
+    normal = (value.to(tl.int32, bitcast=True) >> 22) - 252  # exponent bias 127 becomes 1
+    code = tl.where(value < 1.0, tl.where(value > 0.0, 1, 0), tl.minimum(normal, 7))
     return (code | sign).to(tl.uint8)
 
 
 @triton.jit
 def from_e2m1(code):
-    """Code 0..15 -> its e2m1 value, float32: read as an e4m3 subnormal it is the value times 2^-6."""
+    """Code 0..15 -> its e2m1 value, float32: its bits read as float32's, whose bias is 126 larger."""
     code = code.to(tl.int32)
-    as_e4m3 = (((code & 7) << 2) | ((code & 8) << 4)).to(tl.uint8)
-    return from_e4m3(as_e4m3) * 64.0
+    value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    return value * 8.507059173023462e37  # 2^(127 - 1)
 
 
 @triton.jit
 def from_e8m0(byte):
-    """E8M0 byte -> 2^(byte - 127), float32; byte 0 is 2^-127, a subnormal."""
+    """E8M0 byte -> 2^(byte - 127), float32; byte 0 is 2^-127, a subnormal, and 255 NaN."""
     byte = byte.to(tl.int32)
-    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -217,10 +267,66 @@ def scale_fp4(amax):
 
 
 @triton.jit
+def scale_fp4e(amax):
+    """The e4m3 scale of a group of 16 in e2m1: max(amax, 6 * 2^-9) / 6, rounded."""
+    return e4m3(tl.div_rn(tl.maximum(amax, 0.01171875), 6.0))
+
+
+@triton.jit
 def inverse(scale):
     """1 / s of a power of two, exactly (2^-126 .. 2^126)."""
     return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
+
+# ---- in kernels: groups of channels that share a scale -----------------------------------------------------
+# KIND is what `layout` makes of a format's name: fp8, fp4_32 (both with E8M0 scales) or fp4_16 (e4m3 scales).
+
+@triton.jit
+def scaled(x, KIND: tl.constexpr):
+    """(x / scale, scale [groups, 1]) of a float32 tile [groups, size]: what remains is to round."""
+    amax = tl.max(tl.abs(x), axis=1, keep_dims=True)
+    if KIND == "fp4_16":
+        scale = scale_fp4e(amax)
+        value = tl.div_rn(x, scale.broadcast_to(x.shape))
+    else:
+        scale = scale_fp8(amax) if KIND == "fp8" else scale_fp4(amax)
+        value = x * inverse(scale)
+    return value, scale
+
+
+@triton.jit
+def restored(x, KIND: tl.constexpr):
+    """A float32 tile [groups, size], quantised group by group and restored."""
+    value, scale = scaled(x, KIND)
+    return (e4m3(value) if KIND == "fp8" else e2m1(value)) * scale
+
+
+@triton.jit
+def scale_byte(scale, KIND: tl.constexpr):
+    """A scale as it is stored."""
+    return e4m3_code(scale) if KIND == "fp4_16" else e8m0_byte(scale)
+
+
+@triton.jit
+def scale_value(byte, KIND: tl.constexpr):
+    """Inverse of scale_byte, float32."""
+    return from_e4m3(byte) if KIND == "fp4_16" else from_e8m0(byte)
+
+
+@triton.jit
+def pack(code):
+    """e2m1 codes [groups, size] -> bytes [groups, size / 2], the even channel in the low nibble."""
+    even, odd = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
+    return even | (odd << 4)
+
+
+@triton.jit
+def unpack(byte):
+    """Inverse of pack."""
+    return tl.interleave(byte & 15, byte >> 4)
+
+
+# ---- in kernels: functions ---------------------------------------------------------------------------------
 
 @triton.jit
 def log1p_exp(x):
