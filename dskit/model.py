@@ -5,13 +5,16 @@ One step, for any mixture of requests packed into T rows:
     embed -> N equal streams
     each block:
         [engram adds remembered n-grams]
-        read one vector -> norm -> attention over window and chosen global entries -> write back, mixing
-        read one vector -> norm -> experts                                        -> write back, mixing
-    collapse the streams -> norm -> head
+        boundary -> attention over window and chosen global entries
+        boundary -> experts
+    write -> collapse the streams -> norm -> head
+
+A boundary writes what the sublayer before it left, mixing the streams, reads one vector of them and norms it:
+one pass over the streams instead of four.
 
 A `Step` says which rows there are and where they meet the caches; the engine's runner makes it
 (engine/runner.py), training makes one for whole sequences (train/). Blocks hand two things on: the streams
-with their read weights, and what the source layers published (`mla.Global`).
+with what is still to be written to them, and what the source layers published (`mla.Global`).
 
 Shapes: ids_T -> logits [rows, V] float32. Legend: layers/__init__.py.
 Errors: ConfigError when the config asks for what no layer can do.
@@ -36,7 +39,7 @@ from dskit.layers.indexer import Segment
 from dskit.layers.linear import Linear, Numerics, matmul
 from dskit.layers.mla import Attention, Global, Memory
 from dskit.layers.moe import MoE
-from dskit.layers.norm import RMSNorm, up
+from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import frequencies
 from dskit.layers.swa import RingPlan, remember_
 
@@ -72,11 +75,30 @@ class Step:
 
 @dataclass
 class State:
-    """What blocks hand on: the streams, the next sublayer's read weights, and the draft's taps."""
+    """What blocks hand on: the streams X, the last sublayer's weights p, q, C and output y, the draft's taps.
+
+    y is still to be written to X, with q and C (None: nothing is); the next sublayer reads with p. Without a
+    draft to read them taps is None.
+    """
 
     X: Tensor
     p: Tensor
-    taps: list[Tensor] = field(default_factory=list)
+    q: Tensor | None = None
+    C: Tensor | None = None
+    y: Tensor | None = None
+    taps: list[Tensor] | None = field(default_factory=list)
+
+    def written(self, dtype: torch.dtype) -> Tensor:
+        """The streams, once the last sublayer has been written to them."""
+        if self.y is not None:
+            self.X = cast(mhc.write(self.y, self.X, self.q, self.C, dtype), self.X.dtype)
+            self.y = None
+        return self.X
+
+    def rows(self, rows: Tensor) -> State:
+        """Some rows of everything."""
+        parts = (part if part is None else part[rows] for part in (self.X, self.p, self.q, self.C, self.y))
+        return State(*parts, self.taps and [part[rows] for part in self.taps])
 
 
 class Block(nn.Module):
@@ -97,33 +119,37 @@ class Block(nn.Module):
     def forward(self, state: State, step: Step, memory: Memory, shared: Global) -> tuple[State, Step]:
         """(state, step) -> (state, step) after this layer; the step shrinks if bounded replay drops rows."""
         if hasattr(self, "engram"):
-            state.X = self.engram(state.X, step.gram, step.image)
-        if self.config.is_v41 and self.layer in self.config.dspark_target_layer_ids:
-            state.taps.append(tap(state.X))
-        X = up(state.X)
-        p, q, C = self.mixes(X, "hc_attn")
-        x = self.attn_norm(mhc.read(state.p if self.config.is_v41 else p, X, self.numerics.dtype))
+            X = self.engram(state.written(self.numerics.dtype), step.gram, step.image)
+            state.X = cast(cast(X, self.numerics.dtype), X.dtype)  # rounded, held as wide as it came
+        x = self.enter("attn", state)
+        if self.config.is_v41:
+            self.tap(state)
         self.attn.compress(x, step, memory, shared)
         if step.tail is not None and self.layer == self.config.split:
             rows, step = step.tail
-            x, X, p, q, C = x[rows], X[rows], p[rows], q[rows], C[rows]
-            state.taps = [t[rows] for t in state.taps]
-        y = self.attn(x, step, memory, shared)
-        X = up(mhc.write(y, X, q, C, self.numerics.dtype))
-        p_next, q, C = self.mixes(X, "hc_ffn")
-        x = self.ffn_norm(mhc.read(p if self.config.is_v41 else p_next, X, self.numerics.dtype))
-        y = self.ffn(x, step.ids, step.image)
-        state = State(mhc.write(y, X, q, C, self.numerics.dtype), p_next, state.taps)
-        if not self.config.is_v41 and self.layer in self.config.dspark_target_layer_ids:
-            state.taps.append(tap(state.X))
+            x, state = x[rows], state.rows(rows)
+        state.y = self.attn(x, step, memory, shared)
+        x = self.enter("ffn", state)
+        state.y = self.ffn(x, step.ids, step.image)
+        if not self.config.is_v41:
+            self.tap(state)
         return state, step
 
-    def mixes(self, X: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Read, write and mix weights of one sublayer ("hc_attn", "hc_ffn")."""
-        c = self.config
-        fn, base, scale = (getattr(self, f"{part}_{name}") for name in ("fn", "base", "scale"))
-        return mhc.mixes(X, fn, base, scale, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters,
-                         self.numerics.row_tile)
+    def enter(self, part: str, state: State) -> Tensor:
+        """The boundary before a sublayer ("attn", "ffn"): moves the state on, returns the input x_TD."""
+        c, gain = self.config, getattr(self, f"{part}_norm").weight
+        fn, base, scale = (getattr(self, f"hc_{part}_{name}") for name in ("fn", "base", "scale"))
+        state.X, x, state.p, state.q, state.C = mhc.boundary(
+            state.y, state.X, state.p if c.is_v41 else None, state.q, state.C, fn, base, scale, gain,
+            c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters, self.numerics.dtype, self.numerics.row_tile)
+        state.y = None
+        return x
+
+    def tap(self, state: State) -> None:
+        """Keep what the draft sees of a target layer: what enters it (V4: what leaves it)."""
+        if state.taps is not None and self.layer in self.config.dspark_target_layer_ids:
+            X = state.written(self.numerics.dtype)
+            state.taps.append(cast(tap(X), self.numerics.dtype))
 
 
 class Model(nn.Module):
@@ -156,23 +182,29 @@ class Model(nn.Module):
 
     def hidden(self, step: Step, memory: Memory) -> Tensor:
         """The collapsed streams after the last layer, normed, [rows, D]; writes the caches in `memory`."""
-        X = self.embed(step.ids)[:, None].expand(-1, self.config.hc_mult, -1)
-        state = State(X, mhc.first_read(X.shape[0], X.shape[1], X.device))
-        shared = Global()
+        state, shared = self.streams(step.ids), Global()
+        if self.config.num_hidden_layers not in memory.windows:
+            state.taps = None
         for block in self.layers:
             state, step = block(state, step, memory, shared)
-        if self.config.num_hidden_layers in memory.windows:
-            self.absorb(state.taps, step, memory)
+        if state.taps is not None:
+            self.absorb(state, step, memory)
         if step.wanted is not None:
-            state = State(state.X[step.wanted], state.p[step.wanted])
-        return self.norm(self.collapse(state))
+            state = state.rows(step.wanted)
+        return self.norm(self.collapse(state, self))
 
-    def absorb(self, taps: list[Tensor], step: Step, memory: Memory) -> None:
-        """Give the draft stages their keys of the rows just computed."""
+    def streams(self, ids: Tensor) -> State:
+        """The embedding in every stream, of which the first sublayer reads stream 0."""
+        X = cast(self.embed(ids), self.numerics.compute)[:, None].expand(-1, self.config.hc_mult, -1)
+        return State(X, mhc.first_read(X.shape[0], X.shape[1], X.device))
+
+    def absorb(self, state: State, step: Step, memory: Memory) -> None:
+        """Give the draft stages their keys of the rows just computed; takes the taps from the state."""
+        taps, state.taps = state.taps, None
         main = self.numerics.activation(main_projection(taps, self.mtp, self.numerics))
         for stage in self.mtp:
-            key = stage.attn.key(main, step.rope[False])
-            remember_(memory.windows[stage.layer], key, step.window(stage.layer))
+            ring, plan = memory.windows[stage.layer], step.window(stage.layer)
+            stage.attn.remember_(ring, main, step.rope[False], plan)
 
     def draft(self, step: Step, memory: Memory, shape: tuple[int, int], pick: Callable[[Tensor], Tensor]
               ) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,24 +213,19 @@ class Model(nn.Module):
         The step's rows are [newest token, noise ...] of each request; its window plan commits nothing and
         lets every row read the ring and the whole block.
         """
-        X = self.embed(step.ids)[:, None].expand(-1, self.config.hc_mult, -1)
-        state = State(X, mhc.first_read(X.shape[0], X.shape[1], X.device))
+        state, last = self.streams(step.ids), self.mtp[-1]
         for stage in self.mtp:
             state, _ = stage(state, step, memory, Global())
-        last = self.mtp[-1]
-        p = state.p
-        if not self.config.is_v41:
-            p = mhc.collapse_weights(state.X, last, self.config, self.numerics.row_tile)
-        x = mhc.read(p, state.X, self.numerics.dtype)
+        x = self.collapse(state, last)
         base = self.logits(last.norm(x)).unflatten(0, shape)
         return propose(x.unflatten(0, shape), base, step.ids.unflatten(0, shape)[:, 0], last, pick)
 
-    def collapse(self, state: State) -> Tensor:
-        """Streams -> one vector: with the last FFN's read weights, or V4's own."""
-        p = state.p
+    def collapse(self, state: State, owner: nn.Module) -> Tensor:
+        """Streams -> one vector: with the last FFN's read weights, or V4's own, which `owner` holds."""
+        X, p = state.written(self.numerics.dtype), state.p
         if not self.config.is_v41:
-            p = mhc.collapse_weights(state.X, self, self.config, self.numerics.row_tile)
-        return mhc.read(p, state.X, self.numerics.dtype)
+            p = mhc.collapse_weights(X, owner, self.config, self.numerics.row_tile)
+        return mhc.read(p, X, self.numerics.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Float32 logits [rows, V] of normed rows; the product is float32 even where weights are bfloat16."""

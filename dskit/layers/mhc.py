@@ -9,9 +9,12 @@ weights that the sublayer before it computed.
     read p = sigmoid(m scale + base) + hc_eps,  write q = 2 sigmoid(...),  mix C = sinkhorn(...)
     x = sum_j p_j X_j,   X'_k = q_k y + sum_j C_jk X_j           (the sum runs over the FIRST index of C)
 
+Between two sublayers stand a write, new weights, a read and a norm, all over the same streams: `boundary`.
+
 Shapes: X_TND, p_TN and q_TN and C_TNN float32, x_TD, y_TD; fn [(2+N)N, N*D], base [(2+N)N], scale [3].
 Errors: none of its own.
-Numerics: float32 inside, one rounding of x and of X'.
+Numerics: float32 inside, one rounding of X', of x as it is read and of x as it is normed. Rounded streams
+may be held in float32 (a CPU then widens them once, not at every use).
 Kernel: kernels/mhc.py (mhc.mixes, mhc.sinkhorn, mhc.read, mhc.write, mhc.boundary)
 Source: model.md 3.6; config fields hc_mult, hc_sinkhorn_iters, hc_eps.
 """
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers.linear import matmul, sigmoid
-from dskit.layers.norm import cast, up
+from dskit.layers.norm import cast, rms, up
 
 
 @ops.op("mhc.sinkhorn")
@@ -47,10 +50,9 @@ def mixes(X_TND: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc
     N = X_TND.shape[1]
     f = up(X_TND).flatten(1)
     m = matmul(f, fn, f.dtype, row_tile) * torch.rsqrt(f.pow(2).mean(dim=-1, keepdim=True) + eps)
-    p, q, B = torch.addcmul(base, m, scale[_which(N, scale.device)]).split((N, N, N * N), dim=-1)
-    p = sigmoid(p, row_tile is not None) + hc_eps
-    q = 2 * sigmoid(q, row_tile is not None)
-    return p, q, sinkhorn(B.unflatten(-1, (N, N)), iters, hc_eps)
+    pq, B = torch.addcmul(base, m, scale[_which(N, scale.device)]).split((2 * N, N * N), dim=-1)
+    p, q = sigmoid(pq, row_tile is not None).split(N, dim=-1)
+    return p + hc_eps, 2 * q, sinkhorn(B.unflatten(-1, (N, N)), iters, hc_eps)
 
 
 @functools.cache
@@ -71,6 +73,22 @@ def write(y_TD: Tensor, X_TND: Tensor, q_TN: Tensor, C_TNN: Tensor, dtype: torch
     """The next state: a sublayer's output spread by q, plus the streams mixed by C transposed."""
     spread = q_TN[..., None] * up(y_TD)[:, None]
     return cast(torch.baddbmm(spread, C_TNN.transpose(1, 2), up(X_TND)), dtype)
+
+
+@ops.op("mhc.boundary")
+def boundary(y_TD: Tensor | None, X_TND: Tensor, p_TN: Tensor | None, q_TN: Tensor | None,
+             C_TNN: Tensor | None, fn: Tensor, base: Tensor, scale: Tensor, gain_D: Tensor, eps: float,
+             hc_eps: float, iters: int, dtype: torch.dtype, row_tile: int | None = None
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From one sublayer to the next: (X', held as X is; normed x_TD of `dtype`; the next p, q and C).
+
+    y, q, C: what the sublayer behind has to write, None when nothing is. p: the weights that it left to read
+    with; None reads with the new ones (V4).
+    """
+    X = X_TND if y_TD is None else cast(write(y_TD, X_TND, q_TN, C_TNN, dtype), X_TND.dtype)
+    p, q, C = mixes(X, fn, base, scale, eps, hc_eps, iters, row_tile)
+    x = read(p if p_TN is None else p_TN, X, dtype)
+    return X, rms(x, gain_D, eps, dtype), p, q, C
 
 
 def first_read(T: int, N: int, device: torch.device) -> Tensor:
