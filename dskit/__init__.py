@@ -20,7 +20,7 @@ _HOMES = {
     "use": "dskit.ops",
     "pin": "dskit.ops",
     "explain": "dskit.ops",
-    "compare": "dskit.ops",
+    "compare": "dskit.testing",
     "show": "dskit.viz.notebook",
     "notebook": "dskit.viz.notebook",
     "shapes": "dskit.viz.notebook",
@@ -28,7 +28,7 @@ _HOMES = {
 }
 _MODULES = {
     *("config", "ops", "layers", "model", "checkpoint", "chat", "engine", "serve"),
-    *("train", "evaluate", "viz", "bench", "testing"),
+    *("train", "evaluate", "viz", "bench", "testing", "table"),
 }
 
 __all__ = ["__version__", *_HOMES]

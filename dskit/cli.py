@@ -239,11 +239,11 @@ def parse(kind: type[Args], command: str, argv: list[str]) -> Args:
 
 
 def choose_kernels(words: str | None) -> None:
-    """Apply `--kernels moe=compile,mla=torch` once every op is known."""
+    """Apply `--kernels moe=compile,mla=torch`."""
     if words:
-        from dskit import model, ops  # noqa: F401, importing the model registers its ops
+        from dskit import ops
 
-        ops.use(ops.read_words(words))
+        ops.choose_by_flag(words)
 
 
 # ---- errors --------------------------------------------------------------------------------------

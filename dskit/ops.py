@@ -2,10 +2,20 @@
 
 Idea: an op has one name (`mhc.sinkhorn`), one signature and several implementations. The reference in the
 layer file is implementation `torch`; `compile` is torch.compile of that reference; a kernel file registers
-`triton`. Layers call the op, never a kernel, and `use(mhc="triton")` swaps what the call runs.
+`triton`. Layers call the op, never a kernel, and `use(mhc="triton")` swaps what the call runs. Fine ops are
+the formulas; a coarse op (`moe.experts`) is what a kernel fuses, and its reference calls the fine ones, so
+that a swap can be made at either grain.
 
 Authority, highest first: `pin` (one module) > `use` > `--kernels` > `DSKIT_USE` > default (`torch` on a CPU,
-`auto` on a GPU). An explicit choice that cannot be met raises; only `auto` falls back, and records why.
+`auto` on a GPU). Among words of one source the later wins; within one call an op beats its group beats all.
+An explicit choice that cannot be met raises. A group's choice reaches the ops that have the implementation,
+and names those that have not. Only `auto` falls back, and records why; it never takes an interpreted kernel,
+and inside torch.compile it takes the reference, which the compiler fuses by itself.
+
+State: one selection for the process, seen by every thread. A step holds it (`step`), and a choice made
+meanwhile waits for the step's end. A check (`when`) is asked once per shape class: the dtypes and sizes of
+the tensors, the device of the first, whether gradients are wanted, and every other argument. It may look at
+nothing else.
 
 Errors: UnknownOp and UnknownImplementation name the nearest spellings; Unsupported names the op, the
 implementation, the reason and the remedy.
@@ -20,16 +30,29 @@ import difflib
 import fnmatch
 import importlib
 import importlib.util
+import logging
 import os
-import time
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from dskit.table import Table
 
 CHOICES = ("torch", "compile", "triton", "auto")
+AUTO = ("triton",)  # what `auto` tries, in this order, before the reference
 PHASES = ("prefill", "decode")
+HOMES = ("dskit.model", "dskit.engine.sampler")  # importing these registers every op
+INTERPRETED = ("the Triton interpreter checks kernels and is no way to run a model: auto leaves it alone, a "
+               "choice by name takes it")
+
+logger = logging.getLogger("dskit.ops")
 
 
 class UnknownOp(KeyError):
@@ -47,7 +70,10 @@ class Unsupported(RuntimeError):
     """An implementation asked for by name cannot run these arguments on this machine."""
 
 
-@dataclass
+# ---- an op and its implementations -------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
 class Implementation:
     """One way to compute an op: `when(*args)` returns None, or the reason why it cannot."""
 
@@ -55,38 +81,87 @@ class Implementation:
     function: Callable
     when: Callable | None = None
     grad: bool = False
+    calls: int = 0
+
+    @property
+    def unconditional(self) -> bool:
+        """True when no argument can be refused."""
+        return self.when is None and (self.grad or self.name == "torch")
+
+    def why_not(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        """The reason why it cannot take these arguments, or None."""
+        if not self.grad and torch.is_grad_enabled() and any(
+                isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
+            return "it has no backward, and an argument requires a gradient"
+        return self.when(*args, **kwargs) if self.when else None
 
 
-@dataclass
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
+_grad_enabled, _compiling = torch.is_grad_enabled, torch.compiler.is_compiling  # looked up once
+
+
+def _shape_class(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What a check may depend on, as a key; other objects by weak reference, so that weights can be freed."""
+    grad, device = _grad_enabled(), None
+    parts: list[Any] = [grad, *kwargs]
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, Tensor):
+            if device is None:
+                device = a.device
+            parts.append((a.dtype, a.shape, a.requires_grad) if grad else (a.dtype, a.shape))
+        else:
+            parts.append(a if a.__class__ in _PLAIN else weakref.ref(a))
+    parts.append(device)
+    return tuple(parts)
+
+
 class Op:
     """A named operation; calling it runs the implementation selected now."""
 
-    name: str
-    group: str
-    implementations: dict[str, Implementation] = field(default_factory=dict)
-    selected: dict[str, tuple[str, str]] = field(default_factory=dict)  # phase -> implementation, decided by
-    refusals: dict[str, str] = field(default_factory=dict)
-    calls: int = 0
-    last_shape: tuple[int, ...] | None = None
-    run: Callable | None = None
+    def __init__(self, name: str, group: str, reference: Implementation):
+        self.name, self.group = name, group
+        self.__doc__, self.__wrapped__ = reference.function.__doc__, reference.function
+        self.implementations = {"torch": reference}
+        self.selected: dict[str, tuple[str, str]] = {}  # phase -> implementation, decided by
+        self.refusals: dict[str, str] = {}
+        self.last_shape: tuple[int, ...] | None = None
+        self.pinned: list[str] = []  # the choice of a pinned module while it runs
+        self.choice = "torch"  # the implementation selected now, or auto
+        self._able: list[Implementation] | None = None  # what `auto` may try here; None: not yet looked up
+        self._decisions: dict[str, dict[tuple, Implementation]] = {}  # choice -> shape class -> what runs
+        self._decided: dict[tuple, Implementation] = {}  # those of the present choice
+        self._ready: Implementation | None = None  # what runs whatever the arguments; None: they decide
+        self._traced: Callable = reference.function  # what torch.compile sees
 
     def __call__(self, *args, **kwargs):
         """Run the selected implementation."""
-        if not torch.compiler.is_compiling():
-            self.calls += 1
-        return self.run(*args, **kwargs)
+        if _compiling():
+            return self._traced(*args, **kwargs)
+        chosen = self._ready or self._choose(args, kwargs)
+        chosen.calls += 1
+        self.last_shape = args[0].shape if args and isinstance(args[0], Tensor) else None
+        if _state.ranges:
+            with torch.profiler.record_function(f"dskit::{self.name}[{chosen.name}]"):
+                return chosen.function(*args, **kwargs)
+        return chosen.function(*args, **kwargs)
 
     @property
     def reference(self) -> Callable:
         """The plain PyTorch function of the layer file."""
         return self.implementations["torch"].function
 
+    @property
+    def calls(self) -> int:
+        """Calls since the start, by whichever implementation; replays of a CUDA graph are not seen."""
+        return sum(each.calls for each in self.implementations.values())
+
     def implementation(self, name: str) -> Implementation:
-        """Find an implementation, importing its kernel file or compiling the reference on first use."""
+        """Find an implementation, importing its kernel file or compiling the reference on first use.
+
+        Raises UnknownImplementation, and Unsupported where the kernel file cannot be imported.
+        """
         if name == "triton" and name not in self.implementations:
-            stem = self.name.split(".")[0]
-            if importlib.util.find_spec(f"dskit.kernels.{stem}") is not None:
-                importlib.import_module(f"dskit.kernels.{stem}")
+            self._import_kernels()
         if name == "compile" and name not in self.implementations:
             compiled = torch.compile(self.reference, dynamic=None)
             self.implementations[name] = Implementation(name, compiled, grad=True)
@@ -95,19 +170,118 @@ class Op:
             raise UnknownImplementation(f"op {self.name} has no implementation {name!r}; it has: {have}")
         return self.implementations[name]
 
+    def _import_kernels(self) -> None:
+        home = f"dskit.kernels.{self.name.split('.')[0]}"
+        if importlib.util.find_spec(home) is not None:
+            try:
+                importlib.import_module(home)
+            except ImportError as error:
+                raise Unsupported(self._cannot("triton", str(error))) from error
 
-_OPS: dict[str, Op] = {}
-_STATE = {"phase": "prefill", "profiling": False}
+    def bind(self) -> None:
+        """Work out, as far as no argument is needed, what the present choice runs."""
+        self.choice = self.pinned[-1] if self.pinned else self.selected[_state.phase][0]
+        known = self.implementations.get(self.choice)
+        self._ready = known if known and known.unconditional else None
+        self._traced = known.function if known and known.name != "compile" else self.reference
+        self._decided = self._decisions.setdefault(self.choice, {})
+
+    def forget(self) -> None:
+        """Ask every check anew: a choice or an implementation has changed."""
+        self._able = None
+        self._decisions.clear()
+
+    def _choose(self, args: tuple, kwargs: dict[str, Any]) -> Implementation:
+        """What the present choice makes of these arguments: asked once per shape class."""
+        try:
+            key = _shape_class(args, kwargs)
+            known = self._decided.get(key)
+        except TypeError:  # an argument that can be no key, such as a list
+            key = known = None
+        return known or self._decide(key, args, kwargs)
+
+    def _decide(self, key: tuple | None, args: tuple, kwargs: dict[str, Any]) -> Implementation:
+        if self.choice not in ("auto", *self.implementations) and not _state.checked:
+            check_environment()  # its words were read before this op's kernel file could be
+            return self._ready or self._choose(args, kwargs)
+        decide = self._first_that_can if self.choice == "auto" else self._as_told
+        chosen = decide(args, kwargs)
+        if len(self._decided) >= 4096:  # lengths of prompts come and go
+            self._decided.clear()
+        if key is not None:
+            self._decided[key] = chosen
+        return chosen
+
+    def _as_told(self, args: tuple, kwargs: dict[str, Any]) -> Implementation:
+        chosen = self.implementation(self.choice)
+        reason = chosen.why_not(args, kwargs)
+        if reason is not None:
+            raise Unsupported(self._cannot(chosen.name, reason))
+        return chosen
+
+    def _first_that_can(self, args: tuple, kwargs: dict[str, Any]) -> Implementation:
+        """What `auto` runs; each refusal is recorded once."""
+        if self._able is None:
+            self._able = [self.implementations[name] for name in AUTO if not self._absent(name)]
+            if not self._able:
+                self._ready = self.implementations["torch"]
+        for each in self._able:
+            reason = each.why_not(args, kwargs)
+            if reason is None:
+                return each
+            self._refused(each.name, reason)
+        return self.implementations["torch"]
+
+    def _absent(self, name: str) -> bool:
+        """True, and the reason recorded, when `auto` cannot take an implementation whatever the arguments."""
+        reason = not_here(name) or (INTERPRETED if name == "triton" and interpreting() else None)
+        try:
+            if reason is None:
+                self.implementation(name)
+        except (UnknownImplementation, Unsupported) as error:
+            reason = str(error)
+        if reason is not None:
+            self._refused(name, reason)
+        return reason is not None
+
+    def _refused(self, name: str, reason: str) -> None:
+        if name not in self.refusals:
+            logger.info("auto: op %s leaves %s aside: %s", self.name, name, reason)
+            self.refusals[name] = reason
+
+    def _cannot(self, name: str, reason: str) -> str:
+        return (f"op {self.name}: implementation {name!r} cannot run here: {reason}; "
+                f"use({self.group}='torch') or use({self.group}='auto')")
+
+
+def not_here(name: str) -> str | None:
+    """Why this machine, as this process was started, cannot run an implementation at all; None: it may."""
+    if name != "triton" or torch.cuda.is_available() or interpreting():
+        return None
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 was set after dskit.kernels was imported; set it before, and start again"
+    return ("there is no GPU, and a CPU interprets kernels only when TRITON_INTERPRET=1 is set before "
+            "dskit.kernels is imported")
+
+
+def interpreting() -> bool:
+    """True when kernels of this process run in the Triton interpreter."""
+    common = sys.modules.get("dskit.kernels.common")  # read its own switch once it is there
+    return common.INTERPRET if common else os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# ---- registering -------------------------------------------------------------------------------------------
+
+_ops: dict[str, Op] = {}
 
 
 def op(name: str, *, group: str | None = None, grad: bool = True) -> Callable[[Callable], Op]:
     """Define an op by its reference function; the op takes the function's place in the layer file."""
 
     def register(function: Callable) -> Op:
-        new = Op(name, group or name.split(".")[0], {"torch": Implementation("torch", function, grad=grad)})
-        new.__doc__, new.__wrapped__ = function.__doc__, function
-        _OPS[name] = new
-        _apply_rules([new])
+        new = Op(name, group or name.split(".")[0], Implementation("torch", function, grad=grad))
+        _ops[name] = new
+        _apply([new])
         return new
 
     return register
@@ -115,10 +289,19 @@ def op(name: str, *, group: str | None = None, grad: bool = True) -> Callable[[C
 
 def implement(name: str, implementation: str, *, when: Callable | None = None,
               grad: bool = False) -> Callable:
-    """Register another implementation of an op; returns the function unchanged."""
+    """Register another implementation of an op; returns the function unchanged.
+
+    when: gets the arguments and returns None, or the reason why it cannot take them. grad: has a backward;
+    without one, arguments that require a gradient are refused.
+    """
 
     def register(function: Callable) -> Callable:
-        find(name).implementations[implementation] = Implementation(implementation, function, when, grad)
+        found = find(name)
+        if implementation in found.implementations:  # a notebook cell that ran twice
+            logger.warning("%s: implementation %r is replaced", name, implementation)
+        found.implementations[implementation] = Implementation(implementation, function, when, grad)
+        found.refusals.pop(implementation, None)
+        _apply([found])
         return function
 
     return register
@@ -126,14 +309,14 @@ def implement(name: str, implementation: str, *, when: Callable | None = None,
 
 def find(name: str) -> Op:
     """The op called `name`, or UnknownOp with the nearest names."""
-    if name not in _OPS:
-        raise UnknownOp(_no_such("op", name, _OPS))
-    return _OPS[name]
+    if name not in _ops:
+        raise UnknownOp(_no_such("op", name, _ops))
+    return _ops[name]
 
 
 def all_ops() -> dict[str, Op]:
     """Every op registered so far, by name."""
-    return dict(_OPS)
+    return dict(_ops)
 
 
 def _no_such(kind: str, name: str, known: Iterable[str]) -> str:
@@ -143,60 +326,98 @@ def _no_such(kind: str, name: str, known: Iterable[str]) -> str:
 
 # ---- choosing ----------------------------------------------------------------------------------------------
 
-# (op or group or "*", implementation, phases, decided by)
-_rules: list[tuple[str, str, tuple[str, ...], str]] = []
+# lowest authority first; what a command prefers is a default that explain() names
+SOURCES = ("command", "DSKIT_USE", "--kernels", "use")
+
+
+@dataclass(eq=False)
+class Rule:
+    """One word of a choice: which ops, which implementation, in which phases, decided by whom."""
+
+    target: str  # op, group or *
+    choice: str
+    phases: tuple[str, ...]
+    source: str
+    by: str
+    scoped: bool = False  # holds within a `with` block
+
+    def covers(self, o: Op, phase: str) -> bool:
+        """True when this rule decides the op, which must have the implementation."""
+        return (phase in self.phases and self.target in ("*", o.group, o.name)
+                and (self.choice in ("torch", "auto") or self.choice in o.implementations
+                     or self.source == "DSKIT_USE" and not _state.checked))
+
+
+_rules: list[Rule] = []
+_told: set[tuple[str, str]] = set()  # words whose ops without the implementation have been named
+
+
+@dataclass
+class _State:
+    """What all ops share: the phase of the running step, open profiles, how often a choice has changed."""
+
+    phase: str = "prefill"
+    ranges: int = 0
+    revision: int = 0
+    checked: bool = False  # the words of DSKIT_USE have been
+    turn: Any = field(default_factory=threading.RLock)  # held by a step, and by whoever changes a choice
+    phased: list[Op] = field(default_factory=list)  # ops whose choice differs between phases
+
+
+_state = _State()
 
 
 class use:  # noqa: N801 - reads as a verb: dskit.use(moe="triton")
     """Choose implementations by group or op name, for good or within a `with` block.
 
     `use("torch")` sets every group, `use(moe="triton")` one, `use({"moe.experts": "triton"})` one op, and
-    `phase="decode"` limits the choice to decode steps. Raises UnknownOp, UnknownImplementation.
+    `phase="decode"` limits the choice to decode steps. A running step is waited for. Raises UnknownOp,
+    UnknownImplementation, Unsupported.
     """
 
     def __init__(self, choice: str | dict[str, str] | None = None, *, phase: str | None = None,
                  **groups: str):
         if phase is not None and phase not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, not {phase!r}")
-        wanted = {"*": choice} if isinstance(choice, str) else dict(choice or {})
-        self.before = list(_rules)
-        _add_rules(wanted | groups, (phase,) if phase else PHASES, "use")
+        self._rules = _add(_words(choice, groups), (phase,) if phase else PHASES, "use", "use")
 
     def __enter__(self) -> use:
+        for rule in self._rules:
+            rule.scoped = True
         return self
 
     def __exit__(self, *_) -> None:
-        _rules[:] = self.before
-        _apply_rules(_OPS.values())
+        with _state.turn:  # what others chose since then stays
+            _rules[:] = [rule for rule in _rules if rule not in self._rules]
+            _apply(_ops.values())
+
+    def __repr__(self) -> str:
+        words = ", ".join(f"{rule.target}={rule.choice}" for rule in self._rules)
+        return f"use({words})"
 
 
-def _add_rules(wanted: dict[str, str], phases: tuple[str, ...], decided_by: str) -> None:
-    groups = {o.group for o in _OPS.values()}
-    for target, choice in wanted.items():
-        if target != "*" and target not in groups and target not in _OPS:
-            raise UnknownOp(_no_such("op or group", target, [*groups, *_OPS]))
-        names = sorted({*CHOICES, *(name for o in _OPS.values() for name in o.implementations)})
-        if choice not in names:
-            near = difflib.get_close_matches(choice, names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(names)}"
-            raise UnknownImplementation(f"no implementation is called {choice!r}{hint}")
-        if choice not in ("torch", "auto") and target != "*":
-            for o in _matching(target):
-                o.implementation(choice)
-    _rules.extend((target, choice, phases, decided_by) for target, choice in wanted.items())
-    _apply_rules(_OPS.values())
+def prefer(choice: dict[str, str], by: str) -> None:
+    """Defaults of a command, such as training's, under everything that a user says; `by` names it."""
+    _add(_words(choice, {}), PHASES, "command", by)
 
 
-def _matching(target: str) -> list[Op]:
-    return [o for o in _OPS.values() if target in ("*", o.group, o.name)]
+def choose_by_flag(words: str) -> None:
+    """Apply `--kernels`: over DSKIT_USE, under `use`."""
+    _add(read_words(words), PHASES, "--kernels", "--kernels")
 
 
 def check_environment() -> None:
-    """Raise UnknownOp when `DSKIT_USE` names no op or group; for when all ops are registered."""
-    groups = {o.group for o in _OPS.values()}
-    for target, *_ in _environment_rules():
-        if target != "*" and target not in groups and target not in _OPS:
-            raise UnknownOp("DSKIT_USE: " + _no_such("op or group", target, [*groups, *_OPS]))
+    """Raise when `DSKIT_USE` names what does not exist or cannot run; for when all ops are registered."""
+    rules = _environment_rules()
+    if not rules:
+        return
+    try:
+        for rule in rules:
+            _check(rule.target, rule.choice)
+    except (UnknownOp, UnknownImplementation, Unsupported) as error:
+        raise type(error)(f"DSKIT_USE: {error}") from error
+    _state.checked = True
+    _apply(_ops.values())
 
 
 def read_words(words: str) -> dict[str, str]:
@@ -208,174 +429,263 @@ def read_words(words: str) -> dict[str, str]:
     return {(p[0].strip() if len(p) == 2 else "*"): p[-1].strip() for p in pairs}
 
 
-def _apply_rules(targets: Iterable[Op]) -> None:
+def revision() -> int:
+    """A number that grows with every change of a choice: a graph captured under another one is stale."""
+    return _state.revision
+
+
+def selection() -> dict[str, str]:
+    """The implementation chosen for each op, for the header of a result; both where phases differ."""
+    chosen = {name: [o.selected[phase][0] for phase in PHASES] for name, o in sorted(_ops.items())}
+    return {name: "/".join(dict.fromkeys(both)) for name, both in chosen.items()}
+
+
+def _words(choice: str | dict[str, str] | None, groups: dict[str, str]) -> dict[str, str]:
+    return ({"*": choice} if isinstance(choice, str) else dict(choice or {})) | groups
+
+
+def _by_width(wanted: dict[str, str]) -> list[tuple[str, str]]:
+    """Words of one call, the widest first: everything, then groups, then ops."""
+    return sorted(wanted.items(), key=lambda pair: (pair[0] != "*", pair[0] in _ops))
+
+
+def _add(wanted: dict[str, str], phases: tuple[str, ...], source: str, by: str) -> list[Rule]:
+    for target, choice in wanted.items():
+        _check(target, choice)
+    new = [Rule(target, choice, phases, source, by) for target, choice in _by_width(wanted)]
+    with _state.turn:
+        _rules[:] = [*_living(_rules), *new]
+        _apply(_ops.values())
+    return new
+
+
+def _living(rules: list[Rule]) -> list[Rule]:
+    """Rules without those that a later rule for good has overruled, so that years of swaps leave no trail."""
+    last = {(rule.source, rule.target, rule.phases): rule for rule in rules if not rule.scoped}
+    return [rule for rule in rules if rule.scoped or rule in last.values()]
+
+
+def _check(target: str, choice: str) -> list[Op]:
+    """The ops that a word reaches: those that have the implementation. Raises when there is none."""
+    matching = _matching(target)
+    known = {*CHOICES, *(name for o in _ops.values() for name in o.implementations)}
+    if choice not in known:
+        near = difflib.get_close_matches(choice, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(sorted(known))}"
+        raise UnknownImplementation(f"no implementation is called {choice!r}{hint}")
+    if choice in ("torch", "auto"):
+        return matching
+    if reason := not_here(choice):
+        raise Unsupported(matching[0]._cannot(choice, reason))
+    without = [o for o in matching if not _has(o, choice)]
+    if len(without) == len(matching):
+        matching[0].implementation(choice)  # raises, and lists what there is
+    if without and target != "*" and (target, choice) not in _told:
+        _told.add((target, choice))
+        names = ", ".join(o.name for o in without)
+        logger.warning("%s=%s: %s keep their choice, having no %s", target, choice, names, choice)
+    return [o for o in matching if o not in without]
+
+
+def _has(o: Op, choice: str) -> bool:
+    try:
+        return o.implementation(choice) is not None
+    except UnknownImplementation:
+        return False
+
+
+def _matching(target: str) -> list[Op]:
+    """Ops under a word; importing the layers when it is not known yet. Raises UnknownOp."""
+    for load in (False, True):
+        if load:
+            load_all()
+        found = [o for o in _ops.values() if target in ("*", o.group, o.name)]
+        if found and (load or target != "*"):
+            return found
+    raise UnknownOp(_no_such("op or group", target, [*{o.group for o in _ops.values()}, *_ops]))
+
+
+def load_all() -> None:
+    """Import every module that defines ops."""
+    for home in HOMES:
+        importlib.import_module(home)
+
+
+def _apply(targets: Iterable[Op]) -> None:
+    """Work out who decides each op in each phase."""
     default = "auto" if torch.cuda.is_available() else "torch"
-    rules = [*_environment_rules(), *_rules]
+    rules = sorted([*_environment_rules(), *_rules], key=lambda rule: SOURCES.index(rule.source))
     for o in targets:
         for phase in PHASES:
             o.selected[phase] = (default, "default")
-            for target, choice, phases, by in rules:
-                if phase in phases and target in ("*", o.group, o.name):
-                    o.selected[phase] = (choice, by)
-        _bind(o)
+            for rule in rules:
+                if rule.covers(o, phase):
+                    o.selected[phase] = (rule.choice, rule.by)
+        o.forget()
+        o.bind()
+    _state.phased = [o for o in _ops.values() if o.selected["prefill"][0] != o.selected["decode"][0]]
+    _state.revision += 1
 
 
-def _environment_rules() -> list[tuple[str, str, tuple[str, ...], str]]:
-    words = read_words(os.environ.get("DSKIT_USE", ""))
-    return [(target, choice, PHASES, "DSKIT_USE") for target, choice in words.items()]
+def _environment_rules() -> list[Rule]:
+    words = os.environ.get("DSKIT_USE", "")
+    return [Rule(target, choice, PHASES, "DSKIT_USE", "DSKIT_USE")
+            for target, choice in _by_width(read_words(words))] if words else []
 
 
-def _bind(o: Op) -> None:
-    """Point `o.run` at what the current phase has selected."""
-    choice = o.selected[_STATE["phase"]][0]
-    run = _automatic(o) if choice == "auto" else _strict(o, choice)
-    o.run = _named(o, choice, run) if _STATE["profiling"] else run
+# ---- steps and profiles ------------------------------------------------------------------------------------
 
 
-def _strict(o: Op, choice: str) -> Callable:
-    if choice == "torch":
-        return o.reference
-    implementation = o.implementation(choice)
-    if implementation.when is None:
-        return implementation.function
-
-    def checked(*args, **kwargs):
-        reason = implementation.when(*args, **kwargs)
-        if reason is not None:
-            raise Unsupported(f"op {o.name}: implementation {choice!r} cannot run here: {reason}; "
-                              f"use({o.group}='torch') or use({o.group}='auto')")
-        return implementation.function(*args, **kwargs)
-
-    return checked
+@contextmanager
+def step(phase: str) -> Iterator[None]:
+    """Hold the selection while a step of this phase runs; only phase-dependent choices rebind."""
+    with _state.turn:
+        before = _state.phase
+        _set_phase(phase)
+        try:
+            with torch.profiler.record_function(f"dskit::step[{phase}]") if _state.ranges else nullcontext():
+                yield
+        finally:
+            _set_phase(before)
 
 
-def _automatic(o: Op) -> Callable:
-    """Triton where it exists and accepts the arguments, else the reference; each refusal is recorded once."""
-    try:
-        implementation = o.implementation("triton")
-    except (UnknownImplementation, ImportError) as error:
-        o.refusals.setdefault("triton", str(error))
-        return o.reference
-
-    def first_that_can(*args, **kwargs):
-        reason = implementation.when(*args, **kwargs) if implementation.when else None
-        if reason is None:
-            return implementation.function(*args, **kwargs)
-        o.refusals.setdefault("triton", reason)
-        return o.reference(*args, **kwargs)
-
-    return first_that_can
-
-
-def _named(o: Op, choice: str, run: Callable) -> Callable:
-    def ranged(*args, **kwargs):
-        o.last_shape = next((tuple(a.shape) for a in args if isinstance(a, torch.Tensor)), None)
-        with torch.profiler.record_function(f"dskit::{o.name}[{choice}]"):
-            return run(*args, **kwargs)
-
-    return ranged
-
-
-def set_phase(phase: str) -> None:
-    """Tell the registry which kind of step runs next; only phase-dependent choices rebind."""
-    if phase != _STATE["phase"]:
-        _STATE["phase"] = phase
-        for o in _OPS.values():
-            if o.selected["prefill"] != o.selected["decode"]:
-                _bind(o)
+def _set_phase(phase: str) -> None:
+    if phase != _state.phase:
+        _state.phase = phase
+        for o in _state.phased:
+            o.bind()
 
 
 @contextmanager
 def named_ranges() -> Iterator[None]:
-    """While open, every op call appears in torch.profiler as `dskit::<op>[<implementation>]`."""
-    _STATE["profiling"] = True
-    for o in _OPS.values():
-        _bind(o)
+    """While open, steps and op calls appear in torch.profiler as `dskit::<op>[<implementation>]`."""
+    with _state.turn:
+        _state.ranges += 1
     try:
         yield
     finally:
-        _STATE["profiling"] = False
-        for o in _OPS.values():
-            _bind(o)
+        with _state.turn:
+            _state.ranges -= 1
 
 
-def pin(model: torch.nn.Module, pattern: str, **groups: str) -> Callable[[], None]:
-    """Choose implementations for the modules whose name matches a glob; returns a function that unpins.
+# ---- one module --------------------------------------------------------------------------------------------
 
-    Raises ValueError when the pattern matches nothing or a module is already pinned.
+_pins: weakref.WeakSet[pin] = weakref.WeakSet()
+
+
+class pin:  # noqa: N801 - reads as a verb: dskit.pin(model, "layers.3.*", moe="torch")
+    """Choose implementations for the modules whose name matches a glob, over every other choice.
+
+    model: a module, or an LLM that holds one. Call the pin to take it back, or use it in a `with` block.
+    Raises ValueError when the pattern matches nothing, or when another pin decides one of these ops in one of
+    these modules; UnknownOp, UnknownImplementation, Unsupported.
     """
-    modules = {name: m for name, m in model.named_modules() if fnmatch.fnmatch(name, pattern)}
-    if not modules:
-        raise ValueError(f"pin: no module matches {pattern!r}")
-    taken = [name for name, m in modules.items() if getattr(m, "_dskit_pin", None)]
-    if taken:
-        raise ValueError(f"pin: {taken[0]} is already pinned by {modules[taken[0]]._dskit_pin!r}")
-    hooks = []
-    for m in modules.values():
-        scopes: list[use] = []
-        m._dskit_pin = pattern
-        hooks.append(m.register_forward_pre_hook(lambda *_, scopes=scopes: scopes.append(use(groups))))
-        hooks.append(m.register_forward_hook(lambda *_, scopes=scopes: scopes.pop().__exit__(),
-                                             always_call=True))
 
-    def unpin() -> None:
-        for hook in hooks:
-            hook.remove()
-        for m in modules.values():
-            m._dskit_pin = None
+    def __init__(self, model: Any, pattern: str, choice: str | dict[str, str] | None = None, **groups: str):
+        root = model if isinstance(model, torch.nn.Module) else model.model
+        self.pattern, self.calls = pattern, 0
+        self.choices: dict[Op, str] = {}
+        for target, word in _by_width(_words(choice, groups)):
+            self.choices |= dict.fromkeys(_check(target, word), word)
+        self.modules = _topmost(root, pattern)
+        self._refuse_overlap(root)
+        self._hooks = []
+        with _state.turn:
+            for module in self.modules.values():
+                module._dskit_pins = [*getattr(module, "_dskit_pins", ()), self]
+                self._hooks += [module.register_forward_pre_hook(self._enter),
+                                module.register_forward_hook(self._leave, always_call=True)]
+            _pins.add(self)
+            _state.revision += 1
 
-    return unpin
+    def _refuse_overlap(self, root: torch.nn.Module) -> None:
+        mine = {part for module in self.modules.values() for part in module.modules()}
+        for name, module in root.named_modules():
+            for other in getattr(module, "_dskit_pins", ()):
+                both = sorted(o.name for o in self.choices.keys() & other.choices.keys())
+                if both and not mine.isdisjoint(module.modules()):
+                    raise ValueError(f"pin: {name} is already pinned by {other.pattern!r}, which decides "
+                                     f"{both[0]} there too; take that pin back first")
+
+    def _enter(self, *_) -> None:
+        self.calls += 1
+        for o, choice in self.choices.items():
+            o.pinned.append(choice)
+            o.bind()
+
+    def _leave(self, *_) -> None:
+        for o in self.choices:
+            o.pinned.pop()
+            o.bind()
+
+    def __call__(self) -> None:
+        """Take the pin back; calling it twice is fine."""
+        with _state.turn:
+            for hook in self._hooks:
+                hook.remove()
+            for module in self.modules.values():
+                module._dskit_pins = [other for other in module._dskit_pins if other is not self]
+            _pins.discard(self)
+            _state.revision += 1
+
+    def __enter__(self) -> pin:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self()
+
+    def __repr__(self) -> str:
+        words = ", ".join(f"{o.name}={choice}" for o, choice in self.choices.items())
+        return f"pin({self.pattern!r}, {words})"
+
+
+def _topmost(root: torch.nn.Module, pattern: str) -> dict[str, torch.nn.Module]:
+    """Modules whose name matches and that lie under no other such module."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in root.named_modules():
+        parents = {name.rsplit(".", k)[0] for k in range(1, name.count(".") + 1)}
+        if fnmatch.fnmatch(name, pattern) and found.keys().isdisjoint(parents):
+            found[name] = module
+    if not found:
+        raise ValueError(f"pin: no module matches {pattern!r}; print(model) lists them")
+    return found
 
 
 # ---- looking -----------------------------------------------------------------------------------------------
 
-def explain() -> list[dict[str, object]]:
-    """One row per op: what is selected and by which rule, what else exists, refusals, calls."""
-    rows = []
-    for o in sorted(_OPS.values(), key=lambda o: o.name):
-        choice, by = o.selected[_STATE["phase"]]
-        rows.append({"op": o.name, "selected": choice, "decided_by": by,
-                     "available": sorted({*o.implementations, "compile"}),
-                     "refused": dict(o.refusals), "calls": o.calls, "last_shape": o.last_shape})
-    return rows
 
+def explain() -> Table:
+    """What each op runs and who decided it, what else there is, what `auto` refused, what ran how often.
 
-def compare(name: str, *args, repeat: int = 5, **kwargs) -> list[dict[str, object]]:
-    """Run every implementation of an op on the same arguments: error against float64, and milliseconds.
-
-    Under the Triton interpreter the time is None: it says nothing about a GPU.
+    One row per op, two where prefill and decode differ, then one per pinned op.
     """
-    o = find(name)
-    widen = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    oracle = _first_tensor(o.reference(*widen, **kwargs)).double()
+    load_all()
     rows = []
-    for which in dict.fromkeys([*o.implementations, "triton"]):
-        try:
-            implementation = o.implementation(which)
-            reason = implementation.when(*args, **kwargs) if implementation.when else None
-        except (UnknownImplementation, ImportError) as error:
-            reason = str(error)
-        if reason is not None:
-            rows.append({"implementation": which, "refused": reason})
-            continue
-        result = _first_tensor(implementation.function(*args, **kwargs)).double()
-        error = (result - oracle).pow(2).mean().sqrt() / oracle.pow(2).mean().sqrt().clamp_min(1e-30)
-        interpreted = which == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-        time_ms = None if interpreted else _milliseconds(implementation.function, args, kwargs, repeat)
-        rows.append({"implementation": which, "relative_rms": error.item(), "time_ms": time_ms})
-    return rows
+    for o in sorted(_ops.values(), key=lambda o: o.name):
+        available, refused = _standing(o)
+        rest = {"available": available, "refused": refused,
+                "ran": {each.name: each.calls for each in o.implementations.values() if each.calls},
+                "calls": o.calls, "last_shape": tuple(o.last_shape) if o.last_shape is not None else None}
+        same = o.selected["prefill"] == o.selected["decode"]
+        for where in ("everywhere",) if same else PHASES:
+            choice, by = o.selected["prefill" if same else where]
+            rows.append({"op": o.name, "where": where, "selected": choice, "decided_by": by, **rest})
+    for one in sorted(_pins, key=lambda one: one.pattern):
+        rows += [{"op": o.name, "where": one.pattern, "selected": choice, "decided_by": "pin",
+                  "calls": one.calls} for o, choice in one.choices.items()]
+    return Table(rows, "Ops and what they run")
 
 
-def _first_tensor(result) -> torch.Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _milliseconds(function: Callable, args, kwargs, repeat: int) -> float:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    function(*args, **kwargs)
-    wait()
-    start = time.perf_counter()
-    for _ in range(repeat):
-        function(*args, **kwargs)
-    wait()
-    return 1e3 * (time.perf_counter() - start) / repeat
+def _standing(o: Op) -> tuple[list[str], dict[str, str]]:
+    """Implementations that could be chosen, and the reason for each that cannot; those of `auto` included."""
+    refused = dict(o.refusals)
+    reason = not_here("triton")
+    try:
+        if reason is None:
+            o.implementation("triton")
+    except (UnknownImplementation, Unsupported) as error:
+        reason = str(error)
+    if reason is not None:
+        refused.setdefault("triton", reason)
+    names = {*o.implementations, "compile", "triton"} - ({"triton"} if reason else set())
+    return sorted(names), refused

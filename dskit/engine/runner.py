@@ -109,8 +109,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, work: list[Work]) -> Tensor:
         """Logits, float32 [rows asked for, V], in row order; the caches then hold all new rows."""
-        ops.set_phase("decode" if all(w.stop - w.start == 1 for w in work) else "prefill")
-        return self.model(self.step(work), self.memory)
+        with ops.step("decode" if all(w.stop - w.start == 1 for w in work) else "prefill"):
+            return self.model(self.step(work), self.memory)
 
     def step(self, work: list[Work]) -> Step:
         """The Step of a list of work: everything that layers need to know about these rows."""

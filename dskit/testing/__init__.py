@@ -25,41 +25,52 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dskit import ops
+from dskit.table import Table
 
 Shape = dict[str, int]
 GUARD = 64  # elements before and after a tensor that a kernel must leave alone
 
 
 class Maker:
-    """Seeded inputs on a device: the same seed and calls give the same values on any device."""
+    """Seeded inputs on a device: the same seed and calls give the same values on any device.
 
-    def __init__(self, device: torch.device | str = "cpu", seed: int = 0):
+    on_device draws them there, other values then, for inputs too large to be drawn on a CPU in time.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", seed: int = 0, on_device: bool = False):
         self.device = torch.device(device)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.source = self.device if on_device else torch.device("cpu")
+        self.generator = torch.Generator(self.source).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
         """Normal values of this scale."""
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype)
+        drawn = torch.randn(shape, generator=self.generator, device=self.source)
+        return (drawn * scale).to(self.device, dtype)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0,
                 dtype: torch.dtype = torch.float32) -> Tensor:
         """Values between low and high."""
-        return (torch.rand(shape, generator=self.generator) * (high - low) + low).to(self.device, dtype)
+        drawn = torch.rand(shape, generator=self.generator, device=self.source)
+        return (drawn * (high - low) + low).to(self.device, dtype)
 
     def integers(self, high: int, *shape: int, low: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
         """Integers in [low, high)."""
-        return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
+        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.source)
+        return drawn.to(self.device, dtype)
 
     def distinct(self, high: int, count: int) -> Tensor:
         """`count` different integers below `high`, int64."""
-        return torch.randperm(high, generator=self.generator)[:count].to(self.device)
+        return torch.randperm(high, generator=self.generator, device=self.source)[:count].to(self.device)
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,8 @@ class Cases:
 
     def oracle(self, args: tuple) -> tuple[Tensor, ...]:
         """What is right for these arguments."""
-        reference = ops.find(self.op).reference
-        return outputs(reference(*(args if self.rounds else map(widen, args))))
+        with ops.use("torch"):  # the fine ops inside a coarse reference are part of it
+            return outputs(ops.find(self.op).reference(*(args if self.rounds else map(widen, args))))
 
 
 def widen(value):
@@ -177,14 +188,18 @@ def assert_close(result, oracle, classes: str, what: str) -> None:
 # ---- trying ------------------------------------------------------------------------------------------------
 
 def guarded(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """A copy of a tensor between two bands of a pattern, and a check that the bands are untouched."""
-    flat = tensor.contiguous().view(-1)
+    """A copy with the same strides, with a pattern before, after and between, and a check of that pattern."""
+    if 0 in tensor.stride() or not tensor.numel():  # an expanded tensor has no copy of its own strides
+        tensor = tensor.contiguous()
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     pattern = 0x5B if not tensor.is_floating_point() and tensor.itemsize == 1 else 77
-    line = torch.full((flat.numel() + 2 * GUARD,), pattern, device=tensor.device).to(tensor.dtype)
-    line[GUARD : GUARD + flat.numel()] = flat
-    copy = line[GUARD : GUARD + flat.numel()].view(tensor.shape)
-    bands = torch.cat((line[:GUARD], line[-GUARD:]))
-    return copy, lambda: torch.equal(torch.cat((line[:GUARD], line[-GUARD:])), bands)
+    line = torch.full((extent + 2 * GUARD,), pattern, device=tensor.device).to(tensor.dtype)
+    free = torch.ones(line.shape, dtype=torch.bool, device=tensor.device)
+    copy, taken = (whole.as_strided(tensor.shape, tensor.stride(), GUARD) for whole in (line, free))
+    copy.copy_(tensor)
+    taken.fill_(False)
+    bands = line[free]
+    return copy, lambda: torch.equal(line[free], bands)
 
 
 def clone(args: tuple) -> tuple[tuple, list[Callable[[], bool]]]:
@@ -230,11 +245,108 @@ def check_gradients(cases: Cases, shape: Shape, implementation: str = "triton",
         mine = [widen(a) if wide else a for a in args]
         for i in cases.grads:
             mine[i] = mine[i].detach().clone().requires_grad_()
-        results = [r for r in outputs(function(*mine)) if r.is_floating_point()]
+        with ops.use("torch"):
+            results = [r for r in outputs(function(*mine)) if r.is_floating_point()]
         pushes = pushes or [maker.normal(*r.shape, dtype=torch.float32) for r in results]
         total = sum((r * p.to(r.dtype)).sum() for r, p in zip(results, pushes, strict=True))
         found.append(torch.autograd.grad(total, [mine[i] for i in cases.grads]))
     for i, want, got in zip(cases.grads, *found, strict=True):
+        assert got.shape == want.shape
+        if not want.numel():
+            continue
         off = (got.double() - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt().clamp_min(1e-30)
         what = f"{cases.op}[{implementation}] at {shape}: gradient of argument {i}"
         assert float(off) <= limit, f"{what} is off by {float(off):.1e}, limit {limit:.0e}"
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------
+
+def compare(name: str, *args, shape: Shape | None = None, only: Iterable[str] = (), repeat: int = 5,
+            **kwargs) -> Table:
+    """Run the implementations of an op on the same arguments: error against float64, time, bandwidth.
+
+    Without arguments they come from the op's case table, at `shape` or at the last one that suits this
+    machine; then the bytes are known, and so is the bandwidth. `only` names implementations; by default those
+    that are there, so that `compile` joins once it has been used. Times are medians of calls that follow one
+    another, caches warm (`dskit bench kernels` has them cold); an interpreted kernel has none. Raises
+    UnknownOp, and ValueError for an op without a case table that was given no arguments.
+    """
+    ops.load_all()
+    op, cases, nbytes = ops.find(name), all_cases().get(name), None
+    if not args and not kwargs:
+        args, nbytes, shape = _from_table(name, cases, shape)
+    with torch.no_grad():
+        values = {key: value if cases and cases.rounds else widen(value) for key, value in kwargs.items()}
+        with ops.use("torch"):
+            oracle = outputs(op.reference(*_fresh(op, args, wide=not (cases and cases.rounds)), **values))
+        rows = []
+        for which in only or dict.fromkeys([*op.implementations, "triton"]):
+            reason, implementation = _available(op, which, args, kwargs)
+            row: dict[str, Any] = {"implementation": which, "relative_rms": None, "time_ms": None}
+            if implementation is not None:
+                row |= _measured(implementation, _fresh(op, args), kwargs, oracle, nbytes, repeat)
+                reason = "interpreted: no time" if row["time_ms"] is None else None
+            rows.append(row | ({"refused": reason} if implementation is None else {"note": reason}))
+    return Table(rows, name if shape is None else f"{name} at {shape}")
+
+
+def _from_table(name: str, cases: Cases | None, shape: Shape | None) -> tuple[tuple, int | None, Shape]:
+    if cases is None:
+        raise ValueError(f"{name} has no case table in dskit.testing; give compare its arguments")
+    on_gpu = torch.cuda.is_available() and cases.frozen
+    shape = shape or (cases.frozen if on_gpu else cases.edges)[-1]
+    nbytes = cases.nbytes(shape) if cases.nbytes else None
+    return cases.make(shape, Maker("cuda" if torch.cuda.is_available() else "cpu")), nbytes, shape
+
+
+def _fresh(op: ops.Op, args: tuple, wide: bool = False) -> tuple:
+    """Arguments of a run: in float64, and copies for an op that writes into them."""
+    args = clone(args)[0] if op.name.endswith("_") else args
+    return tuple(map(widen, args)) if wide else args
+
+
+def _available(op: ops.Op, which: str, args: tuple, kwargs: dict) -> tuple[str | None, Any]:
+    """(reason why not, None) or (None, the implementation)."""
+    try:
+        found = op.implementation(which)
+        reason = ops.not_here(which) or found.why_not(args, kwargs)
+    except (ops.UnknownImplementation, ops.Unsupported) as error:
+        reason = str(error)
+    return (reason, None) if reason is not None else (None, found)
+
+
+def _measured(implementation: ops.Implementation, args: tuple, kwargs: dict, oracle: tuple[Tensor, ...],
+              nbytes: int | None, repeat: int) -> dict[str, Any]:
+    results = outputs(implementation.function(*args, **kwargs))
+    error = max(relative_rms(got, want) for got, want in zip(results, oracle, strict=True))
+    if implementation.name == "triton" and ops.interpreting():
+        return {"relative_rms": error, "time_ms": None, "bandwidth_gbs": None}
+    time_ms = _milliseconds(lambda: implementation.function(*args, **kwargs), repeat)
+    return {"relative_rms": error, "time_ms": time_ms,
+            "bandwidth_gbs": nbytes / time_ms / 1e6 if nbytes else None}
+
+
+def relative_rms(result: Tensor, oracle: Tensor) -> float:
+    """RMS of the difference over that of the oracle; infinite where not the same values are finite."""
+    if not oracle.numel():
+        return 0.0
+    got, want = result.double(), oracle.double()
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        return float("inf")
+    got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
+    return float((got - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt().clamp_min(1e-30))
+
+
+def _milliseconds(call: Callable[[], Any], repeat: int) -> float:
+    """Median time of a call; on a GPU of ten in a row, so that a launch is hidden where it can be."""
+    wait, times, count = torch.cuda.synchronize, [], 10
+    if not torch.cuda.is_available():
+        wait, count = (lambda: None), 1
+    for _ in range(repeat):
+        wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        wait()
+        times.append(1e3 * (time.perf_counter() - start) / count)
+    return median(times)

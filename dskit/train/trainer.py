@@ -519,9 +519,7 @@ def main(args) -> int:
     if device.startswith("cuda"):
         torch._dynamo.config.automatic_dynamic_shapes = False  # few shapes, each worth its own code
         torch._dynamo.config.recompile_limit = 64
-        ops.use(fast_kernels())
-    if args.kernels:
-        ops.use(ops.read_words(args.kernels))
+        ops.prefer(fast_kernels(), "dskit train")
     workers = max(0, (torch.multiprocessing.cpu_count() or 2) - 2)
     trainer = Trainer(preset("demo"), chat.Tokenizer(PRESETS_DIR / "demo"), recipe,
                       Path(args.out), device, workers)

@@ -1,4 +1,4 @@
-"""What a first cell and a curious reader call: notebook(), show(), shapes(), tap(), and tables.
+"""What a first cell and a curious reader call: notebook(), show(), shapes(), tap(); Table comes along.
 
     import dskit
     dskit.notebook()                                   # device, seed, theme, interpreter; prints one line
@@ -23,7 +23,6 @@ import inspect
 import os
 import random
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ import torch
 from torch import nn
 
 import dskit
+from dskit.table import Table  # noqa: F401 - notebooks take it from here
 
 PACKAGE = Path(dskit.__file__).parent
 
@@ -182,50 +182,3 @@ def _copy(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_copy(part) for part in value)
     return value
-
-
-# ---- tables ----------------------------------------------------------------------------------------------
-
-
-class Table(list):
-    """A list of dicts that displays itself as a table; columns are the keys in order of appearance."""
-
-    def __init__(self, rows: Iterable[dict[str, Any]], caption: str = ""):
-        super().__init__(rows)
-        self.caption = caption
-
-    @property
-    def columns(self) -> list[str]:
-        """Every key of every row, in order of appearance."""
-        return list(dict.fromkeys(key for row in self for key in row))
-
-    def __repr__(self) -> str:
-        cells = [self.columns, *([_cell(row.get(key)) for key in self.columns] for row in self)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)) for row in cells]
-        return "\n".join(line.rstrip() for line in ([self.caption] if self.caption else []) + lines)
-
-    def _repr_html_(self) -> str:
-        def row(tag: str, cells: Iterable[str]) -> str:
-            left = f'<{tag} style="text-align:left">'
-            return f"<tr>{''.join(f'{left}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-        head = row("th", self.columns)
-        body = "".join(row("td", (_cell(each.get(key)) for key in self.columns)) for each in self)
-        style = "text-align:left;white-space:nowrap"
-        caption = f'<caption style="{style}">{html.escape(self.caption)}</caption>' if self.caption else ""
-        return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
-
-    def to_pandas(self) -> Any:
-        """The same as a pandas DataFrame; pandas must be installed."""
-        import pandas
-
-        return pandas.DataFrame(list(self))
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -22,7 +22,8 @@ ALLOWED = {
     "__main__": {"cli"},
     "flags": set(),
     "config": set(),
-    "ops": set(),
+    "table": set(),
+    "ops": {"table"},
     "kernels": {"ops"},
     "layers": {"ops", "config"},
     "model": {"layers", "config", "ops"},
@@ -30,9 +31,9 @@ ALLOWED = {
     "chat": {"config"},
     "engine": {"model", "ops", "checkpoint", "config", "chat"},
     "serve": BELOW_SERVE | {"viz"},
-    "viz": {"ops", "config"},
-    "profiling": {"ops", "config"},
-    "testing": {"ops", "config"},
+    "viz": {"ops", "config", "table"},
+    "profiling": {"ops", "config", "table"},
+    "testing": {"ops", "config", "table"},
     "terminal": {"engine", "chat"},
 }
 TRAIN = {

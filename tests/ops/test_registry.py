@@ -1,90 +1,371 @@
 """The op registry: choices are strict, scoped and visible; only `auto` may fall back, and it says why."""
 
+import threading
+import timeit
+
 import pytest
 import torch
 
-import dskit.model  # noqa: F401, registers the ops
+import dskit
 from dskit import ops
-from dskit.layers.norm import RMSNorm, rms
+from dskit.layers.norm import RMSNorm
+from dskit.testing import all_cases, compare
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 
+def _refuse(x, *_, **__):
+    asked.append(tuple(x.shape))
+    return f"{len(x)} rows are more than 3" if len(x) > 3 else None
+
+
+asked: list[tuple[int, ...]] = []  # shapes that the check of `doubled` was asked about
+
+
 @pytest.fixture
-def doubled():
-    """An implementation of norm.rms that doubles, and refuses more than three rows."""
-    def when(x, *_):
-        return f"{len(x)} rows are more than 3" if len(x) > 3 else None
+def fake(monkeypatch):
+    """Two ops of a group that no layer has: `outer` calls `inner`, which has a faulty implementation."""
+    @ops.op("fake.inner")
+    def inner(x):
+        return x + 1
 
-    @ops.implement("norm.rms", "doubled", when=when)
-    def twice(*args):
-        return 2 * rms.reference(*args)
+    @ops.op("fake.outer")
+    def outer(x):
+        return 3 * inner(x)
 
+    @ops.implement("fake.inner", "doubled", when=_refuse)
+    def doubled(x):
+        return 2 * (x + 1)
+
+    asked.clear()
+    monkeypatch.setattr(ops, "_rules", [])
+    monkeypatch.delenv("DSKIT_USE", raising=False)
+    ops._apply(ops._ops.values())
+    yield outer
+    for name in ("fake.inner", "fake.outer"):
+        del ops._ops[name]
+    monkeypatch.undo()
+    ops._apply(ops._ops.values())
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A process that believes in a GPU, so that `auto` and `triton` are possible."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ops, "interpreting", lambda: False)
+    ops._apply(ops._ops.values())
     yield
-    del rms.implementations["doubled"]
+    monkeypatch.undo()
+    ops._apply(ops._ops.values())
 
 
-def run(x=X):
-    return rms(x, None, 1e-6, torch.float32)
+def row(name, where="everywhere"):
+    return next(r for r in ops.explain() if (r["op"], r["where"]) == (name, where))
 
 
-def test_a_choice_holds_within_its_block_and_blocks_nest(doubled):
-    plain = run()
-    with ops.use(norm="doubled"):
-        assert torch.equal(run(), 2 * plain)
-        with ops.use({"norm.rms": "torch"}):
-            assert torch.equal(run(), plain)
-        assert torch.equal(run(), 2 * plain)
-    assert torch.equal(run(), plain)
+# ---- scopes and authority ----------------------------------------------------------------------------------
 
 
-def test_a_phase_has_its_own_choice(doubled):
-    plain = run()
-    with ops.use(norm="doubled", phase="decode"):
-        ops.set_phase("prefill")
-        assert torch.equal(run(), plain)
-        ops.set_phase("decode")
-        assert torch.equal(run(), 2 * plain)
-        ops.set_phase("prefill")
+def test_a_choice_holds_within_its_block_and_blocks_nest(fake):
+    plain = fake(X)
+    with ops.use({"fake.inner": "doubled"}):
+        assert torch.equal(fake(X), 2 * plain)
+        with ops.use(fake="torch"):
+            assert torch.equal(fake(X), plain)
+        assert torch.equal(fake(X), 2 * plain)
+    assert torch.equal(fake(X), plain)
+
+
+def test_leaving_a_block_keeps_what_was_chosen_for_good_inside(fake):
+    plain = fake(X)
+    with ops.use(fake="torch"):
+        ops.use({"fake.inner": "doubled"})
+    assert torch.equal(fake(X), 2 * plain)
+    ops.use({"fake.inner": "torch"})
+    before = len(ops._rules)
+    for _ in range(20):  # swaps for good leave no trail
+        ops.use({"fake.inner": "doubled"})
+        ops.use({"fake.inner": "torch"})
+    assert len(ops._rules) <= before + 1 and torch.equal(fake(X), plain)
+
+
+def test_choosing_the_reference_of_a_coarse_op_leaves_its_fine_ops_free(fake):
+    plain = fake(X)
+    with ops.use({"fake.outer": "torch", "fake.inner": "doubled"}):
+        assert torch.equal(fake(X), 2 * plain)
+    with ops.use({"fake.inner": "doubled"}, fake="torch"):  # an op is narrower than its group
+        assert torch.equal(fake(X), 2 * plain)
+
+
+def test_authority_pin_over_use_over_flag_over_environment_over_command_over_default(fake, monkeypatch):
+    """Each source, added under the one before, loses to it, and explain names who decided."""
+    plain = fake(X)
+    module = Calls(fake)
+
+    def decided():
+        return row("fake.inner")["selected"], row("fake.inner")["decided_by"]
+
+    assert decided() == ("torch", "default")
+    ops.prefer({"fake.inner": "doubled"}, "dskit train")
+    assert decided() == ("doubled", "dskit train")
+    monkeypatch.setenv("DSKIT_USE", "fake=torch")
+    ops.check_environment()
+    assert decided() == ("torch", "DSKIT_USE")
+    ops.choose_by_flag("fake.inner=doubled")
+    assert decided() == ("doubled", "--kernels")
+    with ops.use(fake="torch"):
+        ops.choose_by_flag("fake.inner=doubled")  # later, and still below use
+        assert decided() == ("torch", "use")
+        with ops.pin(module, "", {"fake.inner": "doubled"}):
+            assert torch.equal(module(X), 2 * plain) and torch.equal(fake(X), plain)
+            assert row("fake.inner", "")["decided_by"] == "pin" and row("fake.inner", "")["calls"] == 1
+
+
+def test_a_phase_has_its_own_choice(fake):
+    plain = fake(X)
+    with ops.use({"fake.inner": "doubled"}, phase="decode"):
+        with ops.step("prefill"):
+            assert torch.equal(fake(X), plain)
+        with ops.step("decode"):
+            assert torch.equal(fake(X), 2 * plain)
+        assert torch.equal(fake(X), plain)
+        assert row("fake.inner", "prefill")["selected"] == "torch"
+        assert row("fake.inner", "decode")["selected"] == "doubled"
+        assert ops.selection()["fake.inner"] == "torch/doubled"
     with pytest.raises(ValueError, match="prefill, decode"):
-        ops.use(norm="torch", phase="decoding")
+        ops.use(fake="torch", phase="decoding")
 
 
-def test_an_explicit_choice_that_cannot_be_met_raises_with_op_reason_and_remedy(doubled):
-    words = "norm.rms.*4 rows.*use\\(norm='torch'\\)"
-    with ops.use(norm="doubled"), pytest.raises(ops.Unsupported, match=words):
-        run(torch.ones(4, 8))
+# ---- strictness --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("groups", "error", "words"), [
-    ({"nrom": "torch"}, ops.UnknownOp, "did you mean norm"),
-    ({"norm": "trito"}, ops.UnknownImplementation, "did you mean triton"),
-    ({"norm": "triton"}, ops.UnknownImplementation, "norm.rms has no implementation 'triton'")])
-def test_a_typo_is_named_with_what_is_near_and_changes_nothing(groups, error, words):
-    plain = run()
-    with pytest.raises(error, match=words):
-        ops.use(groups)
-    assert torch.equal(run(), plain)
+def test_an_explicit_choice_that_cannot_be_met_raises_with_op_reason_and_remedy(fake):
+    words = "fake.inner.*'doubled'.*4 rows.*use\\(fake='torch'\\)"
+    with ops.use({"fake.inner": "doubled"}):
+        for _ in range(2):
+            with pytest.raises(ops.Unsupported, match=words):
+                fake(torch.ones(4, 8))
 
 
-def test_auto_falls_back_and_says_why():
+@pytest.mark.parametrize(("words", "error", "says"), [
+    ({"fkae": "torch"}, ops.UnknownOp, "did you mean fake"),
+    ({"fake": "trito"}, ops.UnknownImplementation, "did you mean triton"),
+    ({"fake": "triton"}, ops.UnknownImplementation, "has no implementation 'triton'; it has: torch"),
+    ({"fake.outer": "doubled"}, ops.UnknownImplementation, "fake.outer has no implementation 'doubled'")])
+def test_a_typo_is_named_with_what_is_near_and_changes_nothing(fake, words, error, says):
+    plain, revision = fake(X), ops.revision()
+    with pytest.raises(error, match=says):
+        ops.use(words)
+    assert torch.equal(fake(X), plain) and ops.revision() == revision
+
+
+def test_a_group_reaches_the_ops_that_have_it_and_names_the_others(fake, caplog):
+    plain = fake(X)
+    ops._told.clear()
+    with ops.use(fake="doubled"):
+        assert torch.equal(fake(X), 2 * plain)
+        assert row("fake.outer")["selected"] == "torch"
+    assert "fake.outer keep their choice, having no doubled" in caplog.text
+
+
+def test_without_backward_a_gradient_is_refused(fake):
+    x = X.clone().requires_grad_()
+    with ops.use({"fake.inner": "doubled"}):
+        with pytest.raises(ops.Unsupported, match="no backward"):
+            fake(x)
+        with torch.no_grad():
+            fake(x)
+
+
+def test_triton_on_a_cpu_says_exactly_what_is_missing(monkeypatch):
+    """The three states of TRITON_INTERPRET: unset, set too late, set in time."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    common = pytest.importorskip("dskit.kernels.common")
+    monkeypatch.setattr(common, "INTERPRET", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ops.Unsupported, match="no GPU.*only when TRITON_INTERPRET=1 is set before"):
+        ops.use("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ops.Unsupported, match="was set after dskit.kernels was imported"):
+        ops.use("triton")
+    monkeypatch.setattr(common, "INTERPRET", True)
+    assert ops.not_here("triton") is None
+
+
+def test_every_kernel_says_when_it_cannot_run():
+    for name, op in ops.all_ops().items():
+        try:
+            kernel = op.implementation("triton")
+        except ops.UnknownImplementation:
+            continue
+        assert kernel.when is not None, f"{name} would fail in Triton's own words"
+
+
+def test_a_kernel_file_that_cannot_be_imported_is_unsupported(monkeypatch):
+    found = ops.find("norm.rms")
+    monkeypatch.delitem(found.implementations, "triton", raising=False)
+
+    def fail(name):
+        raise ImportError("the triton kernels need the package triton")
+
+    monkeypatch.setattr(ops.importlib, "import_module", fail)
+    with pytest.raises(ops.Unsupported, match="norm.rms.*need the package triton"):
+        found.implementation("triton")
+
+
+# ---- auto --------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_kernel_that_can_and_records_each_refusal_once(fake, gpu):
+    inner, plain = ops.find("fake.inner"), fake(X)
+    ops.implement("fake.inner", "triton", when=_refuse, grad=True)(lambda x: 2 * (x + 1))
+    asked.clear()
     with ops.use("auto"):
-        run()
-        row = next(r for r in ops.explain() if r["op"] == "norm.rms")
-    assert row["selected"] == "auto" and row["decided_by"] == "use" and "triton" in row["refused"]
+        assert torch.equal(fake(X), 2 * plain) and torch.equal(fake(X), 2 * plain)
+        assert torch.equal(fake(torch.ones(4, 8)), torch.full((4, 8), 6.0))
+        fake(torch.ones(5, 8)), fake(torch.ones(4, 8))
+        found = row("fake.inner")
+    assert asked == [(3, 8), (4, 8), (5, 8)], "a check is asked once per shape class"
+    assert found["selected"] == "auto" and found["refused"] == {"triton": "4 rows are more than 3"}
+    assert found["ran"] == {"torch": 4, "triton": 2} and found["calls"] == 6
+    assert found["last_shape"] == (4, 8) and inner.calls == 6
 
 
-def test_a_pin_holds_for_the_modules_that_match_and_no_module_is_pinned_twice(doubled):
-    model = torch.nn.ModuleDict({"a": RMSNorm(8, 1e-6, torch.float32), "b": RMSNorm(8, 1e-6, torch.float32)})
+def test_a_check_is_asked_again_for_another_dtype_argument_or_gradient(fake, gpu):
+    asked.clear()
+    ops.implement("fake.inner", "triton", when=_refuse, grad=True)(lambda x, k=1: x)
+    inner = ops.find("fake.inner")
+    with ops.use({"fake.inner": "triton"}):
+        for call in ((X,), (X.double(),), (X, 2), (X, 3), (X,), (X.clone().requires_grad_(),)):
+            inner(*call)
+        inner(X, k=[1, 2]), inner(X, k=[1, 2])  # a list can be no key: asked each time
+    assert len(asked) == 7
+
+
+def test_auto_leaves_the_interpreter_alone_and_says_so(fake, monkeypatch):
+    ops.implement("fake.inner", "triton", when=lambda x: None, grad=True)(lambda x: 2 * (x + 1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ops, "interpreting", lambda: True)
+    plain = fake(X)
+    with ops.use("auto"):
+        assert torch.equal(fake(X), plain) and "interpreter" in row("fake.inner")["refused"]["triton"]
+    with ops.use({"fake.inner": "triton"}):
+        assert torch.equal(fake(X), 2 * plain)
+
+
+def test_the_default_on_a_gpu_is_auto(fake, gpu):
+    assert row("fake.inner")["selected"] == "auto" and row("fake.inner")["decided_by"] == "default"
+
+
+def test_an_implementation_registered_again_replaces_the_first_with_a_notice(fake, caplog):
+    with ops.use({"fake.inner": "doubled"}):
+        fake(X)
+        ops.implement("fake.inner", "doubled", grad=True)(lambda x: x * 0)
+        assert not fake(X).any() and "'doubled' is replaced" in caplog.text
+
+
+# ---- modules, threads, compilers ---------------------------------------------------------------------------
+
+
+class Calls(torch.nn.Module):
+    """A module whose forward is one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_a_pin_holds_where_it_matches_and_ends_with_its_module(fake):
+    def broken(x):
+        fake(x)
+        raise ZeroDivisionError
+
+    model = torch.nn.ModuleDict({"a": Calls(fake), "b": Calls(fake), "c": Calls(broken)})
     plain = model["b"](X)
-    unpin = ops.pin(model, "a", norm="doubled")
+    unpin = ops.pin(model, "[ac]", {"fake.inner": "doubled"})
     assert torch.equal(model["a"](X), 2 * plain) and torch.equal(model["b"](X), plain)
-    with pytest.raises(ValueError, match="already pinned"):
-        ops.pin(model, "*", norm="torch")
-    unpin()
+    with pytest.raises(ZeroDivisionError):
+        model["c"](X)
+    assert torch.equal(fake(X), plain), "a pin ends where its module does, failed or not"
+    unpin(), unpin()
     assert torch.equal(model["a"](X), plain)
     with pytest.raises(ValueError, match="no module matches"):
-        ops.pin(model, "c", norm="torch")
+        ops.pin(model, "d", fake="torch")
+
+
+def test_pins_overlap_only_where_they_decide_the_same_op(fake):
+    model = torch.nn.Sequential(torch.nn.Sequential(Calls(fake), RMSNorm(8, 1e-6, torch.float32)))
+    with ops.pin(model, "0.*", {"fake.inner": "doubled"}) as first:
+        assert list(first.modules) == ["0.0", "0.1"]
+        for pattern in ("0", "0.0", ""):  # above, the same, the whole
+            with pytest.raises(ValueError, match=r"0\.0 is already pinned by '0\.\*', .*fake.inner"):
+                ops.pin(model, pattern, fake="torch")
+        with ops.pin(model, "0", norm="torch"):
+            pass
+    with ops.pin(model, "0", fake="torch"):
+        pass
+
+
+def test_a_choice_waits_for_the_running_step_and_every_thread_sees_it(fake):
+    plain, order = fake(X), []
+    entered, go = threading.Event(), threading.Event()
+
+    def step():
+        with ops.step("decode"):
+            entered.set()
+            go.wait(5)
+            order.append(("step", torch.equal(fake(X), plain)))
+        order.append(("after", None))
+
+    def choose():
+        scope.append(ops.use({"fake.inner": "doubled"}))
+        order.append(("chosen", torch.equal(fake(X), 2 * plain)))
+
+    scope: list[ops.use] = []
+    threads = [threading.Thread(target=step), threading.Thread(target=choose)]
+    threads[0].start()
+    entered.wait(5)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert not order, "the choice was made in the middle of a step"
+    go.set()
+    for thread in threads:
+        thread.join(5)
+    with scope[0]:
+        pass
+    assert ("step", True) in order and ("chosen", True) in order
+
+
+def test_compiled_code_sees_a_swap_and_the_way_back(fake):
+    """fullgraph with a backend that needs no compiler: the guard on the choice retraces."""
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: fake(x), fullgraph=True, backend="eager")
+    plain = fake(X)
+    before = ops.find("fake.inner").calls
+    for _ in range(2):
+        assert torch.equal(run(X), plain)
+        with ops.use({"fake.inner": "doubled"}):
+            assert torch.equal(run(X), 2 * plain)
+    with ops.use("auto"):
+        assert torch.equal(run(X), plain)
+    assert ops.find("fake.inner").calls == before, "what a compiler traced is not counted"
+
+
+def test_dispatch_costs_less_than_a_microsecond(fake):
+    def best(call):
+        return min(timeit.repeat(call, number=500, repeat=200)) / 500
+
+    inner = ops.find("fake.inner")
+    nothing = ops.Implementation("torch", lambda x: x)
+    inner.implementations["torch"] = nothing
+    ops._apply([inner])
+    assert best(lambda: inner(X)) - best(lambda: nothing.function(X)) < 1e-6
+
+
+# ---- words -------------------------------------------------------------------------------------------------
 
 
 def test_words_of_the_command_line():
@@ -94,13 +375,70 @@ def test_words_of_the_command_line():
         ops.read_words("moe")
 
 
-def test_a_typo_in_the_environment_is_found_when_a_model_is_built(monkeypatch):
-    monkeypatch.setenv("DSKIT_USE", "meo=torch")
-    with pytest.raises(ops.UnknownOp, match="DSKIT_USE.*did you mean moe"):
+@pytest.mark.parametrize(("words", "error", "says"), [
+    ("meo=torch", ops.UnknownOp, "DSKIT_USE.*did you mean moe"),
+    ("fake.outer=doubled", ops.UnknownImplementation, "DSKIT_USE.*fake.outer has no implementation")])
+def test_a_mistake_in_the_environment_is_found_when_a_model_is_built(fake, monkeypatch, words, error, says):
+    monkeypatch.setenv("DSKIT_USE", words)
+    with pytest.raises(error, match=says):
         ops.check_environment()
 
 
-def test_compare_measures_each_implementation_against_float64(doubled):
-    rows = {r["implementation"]: r for r in ops.compare("norm.rms", X, None, 1e-6, torch.float32)}
+def test_the_environment_chooses_and_is_read_before_the_kernels_can_be(fake, monkeypatch):
+    """The op is defined, and called, while its kernel file is not imported yet."""
+    monkeypatch.setenv("DSKIT_USE", "fake=triton")
+    monkeypatch.setattr(ops, "not_here", lambda name: None)
+    monkeypatch.setattr(ops._state, "checked", False)
+    inner, plain = ops.find("fake.inner"), fake(X)
+
+    def import_kernels():
+        ops.implement("fake.inner", "triton", grad=True)(lambda x: 2 * (x + 1))
+
+    monkeypatch.setattr(inner, "_import_kernels", import_kernels)
+    ops._apply(ops._ops.values())
+    assert torch.equal(fake(X), 2 * plain)
+    assert row("fake.inner")["decided_by"] == "DSKIT_USE" and row("fake.outer")["decided_by"] == "default"
+
+
+# ---- looking -----------------------------------------------------------------------------------------------
+
+
+def test_explain_lists_every_op_and_displays_itself():
+    table = dskit.explain()
+    assert {r["op"] for r in table} >= set(all_cases()) | {"mla.attend", "sampler.draw"}
+    for found in table:
+        assert {"torch", "compile"} <= set(found["available"])
+        assert ("triton" in found["available"]) != ("triton" in found["refused"]) or found["refused"]
+    text, page = repr(table), table._repr_html_()
+    assert "mhc.sinkhorn" in text and "<td" in page and "decided_by" in page
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    assert "mhc.sinkhorn" in console.export_text()
+
+
+def test_compare_measures_each_implementation_against_float64(fake):
+    rows = {r["implementation"]: r for r in compare("fake.inner", X)}
     assert rows["torch"]["relative_rms"] < 1e-6 < rows["doubled"]["relative_rms"]
-    assert "refused" in rows["triton"]
+    assert rows["torch"]["time_ms"] > 0 and "refused" in rows["triton"]
+    rows = {r["implementation"]: r for r in compare("fake.inner", torch.ones(4, 8), only=["doubled"])}
+    assert rows["doubled"]["refused"] == "4 rows are more than 3"
+    with pytest.raises(ValueError, match="no case table"):
+        compare("fake.inner")
+
+
+def test_compare_takes_arguments_and_bytes_from_the_case_table():
+    shape = {"rows": 5, "width": 64}
+    rows = {r["implementation"]: r for r in compare("norm.rms", shape=shape)}
+    torch_row, nbytes = rows["torch"], all_cases()["norm.rms"].nbytes(shape)
+    assert torch_row["bandwidth_gbs"] == pytest.approx(nbytes / torch_row["time_ms"] / 1e6)
+    triton_row = rows["triton"]
+    if "refused" not in triton_row and ops.interpreting():
+        assert triton_row["time_ms"] is None and "interpreted" in triton_row["note"]
+        assert triton_row["relative_rms"] < 1e-2
+
+
+def test_the_oracle_of_a_coarse_op_does_not_run_fine_kernels(fake):
+    with ops.use({"fake.inner": "doubled"}):
+        assert compare("fake.outer", X, only=["torch"])[0]["relative_rms"] == pytest.approx(1.0)
