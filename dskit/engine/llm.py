@@ -16,15 +16,16 @@ Source: engine.md section 3; README.md of the design, decisions 2, 4, 14, 16.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dskit import chat, checkpoint
+from dskit import chat, checkpoint, ops
 from dskit.config import PRESETS, ModelConfig
 from dskit.engine.config import EngineConfig
 from dskit.engine.loop import Engine, Handle
@@ -34,6 +35,24 @@ from dskit.engine.seq import RequestError, Result, SamplingParams, TokenEvent
 from dskit.model import Model
 
 Prompts = str | Seq[int] | Seq[str] | Seq[Seq[int]]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What `LLM.swap` did: {op: (before, after)}, CUDA graphs captured anew, milliseconds."""
+
+    changed: dict[str, tuple[str, str]]
+    graphs: int
+    waited_ms: float
+    took_ms: float
+
+    def __repr__(self) -> str:
+        ways: dict[str, list[str]] = {}
+        for op, (before, after) in self.changed.items():
+            ways.setdefault(f"{before} -> {after}", []).append(op)
+        what = "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items()) or "nothing changed"
+        graphs = f"{self.graphs} CUDA graphs captured again" if self.graphs else "no CUDA graphs to capture"
+        return f"{what}; waited {self.waited_ms:.1f} ms for a step, took {self.took_ms:.1f} ms, {graphs}"
 
 
 class LLM:
@@ -245,6 +264,29 @@ class LLM:
         found = self.engine.cancel(request_id)
         self.engine.settle()
         return found
+
+    def swap(
+        self, choice: str | dict[str, str] | None = None, *, phase: str | None = None, **groups: str
+    ) -> Swap:
+        """Choose kernels as `dskit.use` does, for good, while requests go on; gives what changed.
+
+        Waits for the running step, swaps, captures CUDA graphs anew and reuses no prefix that other kernels
+        computed. Raises what `use` raises, and then nothing has changed; RuntimeError after `close`.
+        """
+        if self.engine.closed:
+            raise RuntimeError("this LLM is closed; dskit.use chooses kernels without one")
+        asked = time.perf_counter()
+
+        def change() -> Swap:
+            begin, before = time.perf_counter(), ops.selection()
+            ops.use(choice, phase=phase, **groups)
+            after = ops.selection()
+            changed = {op: (before[op], after[op]) for op in after if before[op] != after[op]}
+            graphs = self.engine.runner.graphs
+            captured = graphs.recapture() if graphs else 0
+            return Swap(changed, captured, 1e3 * (begin - asked), 1e3 * (time.perf_counter() - begin))
+
+        return self.engine.between_steps(change)
 
     def stats(self) -> dict[str, int]:
         """running, waiting, blocks_free, blocks_total, slots_free, steps, tokens, preemptions."""

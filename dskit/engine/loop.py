@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -161,7 +162,8 @@ class Engine:
         self.scheduler = Scheduler(cfg, blocks, slots, frozenset(eos_ids))
         self._decode, self._defaults = decode, dict(defaults or {})
         self._handles: dict[str, Handle] = {}
-        self._inbox: deque[Sequence | str] = deque()  # a sequence to add, or the id of a request to cancel
+        # a sequence to add, the id of a request to cancel, or what to do between two steps
+        self._inbox: deque[Sequence | str | Callable[[], None]] = deque()
         self._news = threading.Condition()  # guards _inbox, _handles' keys, _thread, closed
         self._turn = threading.RLock()  # held by the thread that takes a step
         self._thread: threading.Thread | None = None
@@ -220,6 +222,20 @@ class Engine:
             with self._turn:
                 if self._open is None:
                     self._empty_inbox()
+
+    def between_steps(self, work: Callable[[], Any]) -> Any:
+        """Run `work` while no step runs, in the thread that takes the steps; waits, and gives its result."""
+        if not self.driven_elsewhere:
+            with self._turn:
+                return work()
+        done: Future = Future()
+        with self._news:
+            self._inbox.append(lambda: _fulfil(done, work))
+            self._news.notify_all()
+        while not done.done():
+            wait([done], timeout=0.2)
+            self.settle()  # should the thread have stopped meanwhile
+        return done.result()
 
     def start(self) -> None:
         """Let the engine's own thread take the steps from here on; nothing happens if it already does."""
@@ -363,11 +379,13 @@ class Engine:
             self._send([self.scheduler.finish(s, "error", error) for s in self.scheduler.alive()])
 
     def _empty_inbox(self) -> None:
-        """Add the new sequences, end the cancelled ones."""
+        """Add the new sequences, end the cancelled ones, run what waits for the end of a step."""
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, Sequence):
                 self.scheduler.add(item)
+            elif callable(item):
+                item()
             else:
                 gone = [s for s in self.scheduler.alive() if s.request.request_id == item]
                 self._send([self.scheduler.finish(s, "abort") for s in gone])
@@ -448,6 +466,14 @@ def _outputs(plan: StepPlan, logits_RV: torch.Tensor) -> list:
         for i, token in zip(last, tokens, strict=True):
             outputs[i] = token
     return outputs
+
+
+def _fulfil(done: Future, work: Callable[[], Any]) -> None:
+    """Run `work` and put its result, or what it raised, where the caller waits."""
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def _scores(logits_RV: torch.Tensor):

@@ -88,6 +88,7 @@ class ModelRunner:
     def __init__(self, model: Model, *, num_blocks: int, block_size: int, num_slots: int, replay: str = "off",
                  keep: int | None = None):
         self.model, self.config, self.block_size = model, model.config, block_size
+        self.graphs = None  # captured steps, with a `recapture`; this version runs eagerly
         self.device = model.norm.weight.device
         self.replay, self.keep = replay, keep or self.config.sliding_window + 2 * pools.backtrack(self.config)
         if replay != "off":
