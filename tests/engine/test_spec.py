@@ -1,0 +1,107 @@
+"""The schedulers of verification: best where the best is known, blind to what they decide on, calibrated."""
+
+import itertools
+import math
+from random import Random
+
+import pytest
+
+from dskit.engine.spec import Calibration, StepCost, allocate, calibrate, capacity, early_stop, survivals
+
+SMOOTH = StepCost(tuple(range(1, 40)), tuple(10 + 0.8 * r for r in range(1, 40)))
+CLIFF = StepCost((4, 8, 16, 40), (10.0, 11.0, 18.0, 60.0))
+
+
+def theta(live, lengths, cost):
+    gained = sum(sum(chain[:l]) for chain, l in zip(live, lengths, strict=True))
+    return (len(live) + gained) / cost(len(live) + sum(lengths))
+
+
+def chains(rng, R, G):
+    return [survivals([rng.gauss(1, 2) for _ in range(G)]) for _ in range(R)]
+
+
+def test_early_stop_is_the_optimum_where_one_row_more_never_gets_cheaper():
+    rng = Random(0)
+    for _ in range(60):
+        live = chains(rng, rng.randint(1, 3), 3)
+        best = max(theta(live, l, SMOOTH) for l in itertools.product(range(4), repeat=len(live)))
+        assert theta(live, early_stop(live, SMOOTH), SMOOTH) == pytest.approx(best)
+
+
+def test_capacity_is_the_global_optimum_even_over_a_cliff():
+    rng = Random(1)
+    for _ in range(60):
+        live = chains(rng, rng.randint(1, 3), 3)
+        best = max(theta(live, l, CLIFF) for l in itertools.product(range(4), repeat=len(live)))
+        assert theta(live, allocate(live, capacity(live, CLIFF)), CLIFF) == pytest.approx(best)
+
+
+def test_the_budget_is_spent_and_never_overspent():
+    rng = Random(2)
+    for count in range(12):
+        live = chains(rng, 3, 3)
+        assert sum(allocate(live, count)) == min(count, 9)
+
+
+def test_ties_go_to_the_smaller_k_and_then_to_the_smaller_request():
+    live = [[0.5, 0.5], [0.5, 0.5]]
+    assert [allocate(live, n) for n in range(5)] == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2]]
+
+
+def law(lengths_of):
+    """P(first token = A) when the draft says A or B evenly and the model A with 0.7 (dspark.md 4.4)."""
+    p, q, total = {"A": 0.7, "B": 0.3}, {"A": 0.5, "B": 0.5}, 0.0
+    for draft in "AB":
+        if lengths_of(draft) == 0:
+            total += q[draft] * p["A"]
+            continue
+        accept = min(1.0, p[draft] / q[draft])
+        total += q[draft] * accept * (draft == "A")
+        total += q[draft] * (1 - accept) * 1.0  # the residual max(p - q, 0) is A alone
+    return total
+
+
+def test_a_scheduler_that_looks_at_what_it_decides_on_changes_the_law_and_ours_do_not():
+    cost = StepCost((1, 2, 3), (1.0, 2.0, 1 / 0.45))
+    live = {"A": [[0.8, 0.8 * 0.9]], "B": [[0.8, 0.0]]}
+    assert law(lambda d: early_stop(live[d], cost)[0]) == pytest.approx(0.7)
+    lagged = capacity([[0.9, 0.8]], cost)
+    assert law(lambda d: allocate(live[d], lagged)[0]) == pytest.approx(0.7)
+    peeks = law(lambda d: allocate(live[d], capacity(live[d], cost))[0])
+    assert peeks == pytest.approx(0.85)
+
+
+def test_calibration_finds_the_temperature_that_made_the_confidences_too_sure():
+    rng, true = Random(3), 2.5
+    rounds, accepted = [], []
+    for _ in range(4000):
+        z = [rng.gauss(1, 3) for _ in range(3)]
+        hits = [rng.random() < 1 / (1 + math.exp(-v / true)) for v in z]
+        rounds.append(z)
+        accepted.append(next((k for k, hit in enumerate(hits) if not hit), 3))
+    found = calibrate(rounds, accepted, "synthetic")
+    assert found.temperatures[0] == pytest.approx(true, rel=0.3)
+    assert all(a <= b for a, b in zip(found.ece_after, found.ece_before, strict=True))
+    assert sum(found.ece_after) < 0.5 * sum(found.ece_before)
+
+
+def test_a_calibration_is_read_back_and_refused_for_another_block(tmp_path):
+    made = calibrate([[1.0, 2.0]] * 10, [1] * 10, "one")
+    made.save(tmp_path / "sts.json")
+    assert Calibration.load(tmp_path / "sts.json", 2) == made
+    with pytest.raises(ValueError, match="block has 5"):
+        Calibration.load(tmp_path / "sts.json", 5)
+
+
+def test_what_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="not a number"):
+        survivals([0.0, math.nan])
+    with pytest.raises(ValueError, match="temperatures"):
+        survivals([0.0, 1.0], [1.0])
+    with pytest.raises(ValueError, match="rising"):
+        StepCost((2, 1), (1.0, 1.0))
+
+
+def test_no_requests_no_lengths():
+    assert early_stop([], SMOOTH) == [] and capacity([], SMOOTH) == 0 and allocate([], 3) == []
