@@ -16,8 +16,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dskit.engine import pools
 from dskit.engine.runner import ModelRunner, Work
-from dskit.model import Model
+from dskit.layers.rope import turns
+from dskit.layers.swa import RingPlan
+from dskit.model import Model, Step
 
 Schedule = Iterable[dict[int, int]]  # per step: sequence -> how many of its rows
 
@@ -125,3 +128,15 @@ def ragged(prompts: list[list[int]], seed: int, longest: int = 17) -> Schedule:
             step[s] = min(left[s], int(torch.randint(1, longest, (), generator=r)) if wide else 1)
         yield step
         left = {s: n - step.get(s, 0) for s, n in left.items() if n > step.get(s, 0)}
+
+
+def draft_step(model, memory, token: int, P: int) -> Step:
+    """Rows [token, noise ...] at positions P ..; all see the ring of slot 1 and all of the block."""
+    c, B = model.config, model.config.dspark_block_size
+    ring = pools.window_ring(c)
+    before = [ring + t % ring for t in range(max(0, P - c.sliding_window), P)]
+    nothing = torch.empty(0, dtype=torch.long)
+    plan = RingPlan(torch.arange(len(before) + B).expand(B, -1), torch.tensor(before), nothing, nothing)
+    pos = torch.arange(P, P + B)
+    rope = {flag: turns(pos, getattr(model, f"frequency_{flag:d}")) for flag in (False, True)}
+    return Step(torch.tensor([token] + [c.dspark_noise_token_id] * (B - 1)), pos, rope, (plan, plan))

@@ -93,7 +93,9 @@ def ablated(config: ModelConfig, disable: tuple[str, ...]) -> ModelConfig:
 
 
 class Trainer:
-    """One run: model, optimisers, data, logs."""
+    """One run: model, optimisers, data, logs; `figures` are what it logs besides."""
+
+    figures: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, tokenizer: chat.Tokenizer, recipe: Recipe, out: Path, device: str,
                  workers: int = 0):
@@ -134,20 +136,29 @@ class Trainer:
                 module.weight = nn.Parameter(torch.empty(module.shape, device=self.device))
         for name, parameter in model.named_parameters():
             value = initial(name, parameter, self.config).to(self.device)
-            trained = parameter.is_floating_point() and not name.endswith((".bias", ".bias_vl"))
-            trained = trained and not any(part in name for part in self.recipe.freeze)
+            trained = parameter.is_floating_point() and self.learns(name)
             owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             setattr(owner, leaf, nn.Parameter(value, requires_grad=trained))
         return model.to(self.device)
 
+    def learns(self, name: str) -> bool:
+        """Whether a parameter learns by gradient; routers' biases move by `_balance`."""
+        return not name.endswith((".bias", ".bias_vl")) and not any(f in name for f in self.recipe.freeze)
+
     def start_from(self, source: str | Path) -> None:
-        """Take the weights of a checkpoint of the same config; raises ValueError for another config."""
+        """Take the weights of a checkpoint; raises ValueError where one is missing or of another shape."""
         model = checkpoint.load(source, device=self.device, numerics="exact")
-        if model.config != self.config:
-            raise ValueError(f"{source} has another config than this run; --disable what it was made without")
+        held = dict(model.named_parameters())
+        for name, p in self.masters.items():
+            if not name.startswith("mtp.") and (name not in held or held[name].shape != p.shape):
+                found = "nothing" if name not in held else tuple(held[name].shape)
+                raise ValueError(f"{source} has {found} for {name}, this run {tuple(p.shape)}; start from a "
+                                 "checkpoint of the same recipe and --disable")
         with torch.no_grad():
             for name, p in self.masters.items():
-                owner, value = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+                if name not in held:
+                    continue  # a draft that is yet to be trained
+                owner, value = model.get_submodule(name.rpartition(".")[0]), held[name]
                 if isinstance(owner, Table):  # held as codes even here
                     value = owner(torch.arange(len(value), device=self.device)[:, None]).view(value.shape)
                 p.copy_(value)
@@ -172,11 +183,11 @@ class Trainer:
 
     # ---- one step ------------------------------------------------------------------------------------------
 
-    def weights(self, rounded: bool) -> dict[str, Tensor]:
+    def weights(self, rounded: bool, prefix: str = "") -> dict[str, Tensor]:
         """The weights of this step: masters in bfloat16, or rounded as the checkpoint stores them."""
         compute = self.model.numerics.compute
         return {name: stored(self.model.get_submodule(name.rpartition(".")[0]), name, p, rounded, compute)
-                for name, p in self.masters.items()}
+                for name, p in self.masters.items() if name.startswith(prefix)}
 
     def loss(self, ids: Tensor, start: Tensor, said: Tensor, rounded: bool, sparse: bool
              ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -259,7 +270,7 @@ class Trainer:
         skew = []
         for name, load in self.loads.items():
             skew.append(load.max() / load.mean())
-            if "balance" not in self.recipe.disable:
+            if "balance" not in self.recipe.disable and self.learns(f"{name}.weight"):
                 self.masters[f"{name}.bias"].add_((load.mean() - load).sign() * self.balance_rate)
         return torch.stack(skew).mean()
 
@@ -286,7 +297,7 @@ class Trainer:
         """Train to the last step or for so many minutes; saves the state. True when the run is complete."""
         self.out.mkdir(parents=True, exist_ok=True)
         began, writer = time.perf_counter(), _writer(tensorboard)
-        with Log(self.out / "log.csv", self.step, self.recipe, writer) as log:
+        with Log(self.out / "log.csv", self.step, self.recipe, writer, self.figures) as log:
             for batch in self.batches():
                 if self.step >= self.recipe.steps or time.perf_counter() - began > 60 * minutes:
                     break
@@ -307,7 +318,7 @@ class Trainer:
     def resume(self) -> None:
         """Go on from OUT/state.pt; raises ValueError when it was made by another recipe."""
         state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
-        if Recipe(**state["recipe"]) != self.recipe:
+        if state["recipe"] != asdict(self.recipe):
             raise ValueError(f"{self.out / 'state.pt'} belongs to another recipe: {state['recipe']}")
         self.step = state["step"]
         with torch.no_grad():
@@ -413,13 +424,13 @@ class Log:
 
     COLUMNS = ("step", "loss", "accuracy", "index_kl", "load", "grad_norm", "tokens_per_s", "seconds")
 
-    def __init__(self, path: Path, step: int, recipe: Recipe, writer):
+    def __init__(self, path: Path, step: int, recipe: Recipe, writer, figures: tuple[str, ...] = ()):
         from rich.progress import Progress, TextColumn
 
         self.path, self.writer, self.held, self.tokens = path, writer, [], 0
         self.every = max(1, min(20, recipe.steps // 100))
         self.bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
-        self.columns = (*self.COLUMNS, *(f"accuracy_{seq_len}" for seq_len, *_ in recipe.shapes))
+        self.columns = (*self.COLUMNS, *(f"accuracy_{seq_len}" for seq_len, *_ in recipe.shapes), *figures)
         self.task = self.bar.add_task("train", total=recipe.steps, completed=step, note="")
 
     def __enter__(self) -> Log:
@@ -485,7 +496,7 @@ def plot(log: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def recipe_of(args) -> Recipe:
+def recipe_of(args, base: type[Recipe] = Recipe) -> Recipe:
     """The recipe that the flags ask for; raises ValueError for shares that are not `skill=number`."""
     shapes = Recipe.shapes
     if args.batch_size:
@@ -499,10 +510,10 @@ def recipe_of(args) -> Recipe:
         if not all(share.replace(".", "", 1).isdigit() for _, _, share in pairs):
             raise ValueError(f"--mix is {args.mix!r}; write it as define=40,tools=60")
         mix = {skill: float(share) for skill, _, share in pairs}
-    recipe = Recipe(steps=args.steps or Recipe.steps, lr=args.lr or Recipe.lr,
-                    lr_adam=args.lr or Recipe.lr_adam, seed=args.seed, shapes=shapes, mix=mix,
-                    disable=_words(args.disable), freeze=_words(args.freeze))
-    if args.start:  # trained weights need no dense stretch, and their routers are balanced
+    recipe = base(steps=args.steps or base.steps, lr=args.lr or base.lr, lr_adam=args.lr or base.lr_adam,
+                  seed=args.seed, shapes=shapes, mix=mix, disable=_words(args.disable),
+                  freeze=_words(args.freeze))
+    if args.start and base is Recipe:  # trained weights need no dense stretch, and their routers are balanced
         recipe = replace(recipe, warmup=max(1, recipe.steps // 14), decay_from=0.3, sparse_from=0.0,
                          round_from=0.0, balance=0.0)
     return recipe
@@ -514,18 +525,25 @@ def _words(text: str) -> tuple[str, ...]:
 
 def main(args) -> int:
     """`dskit train`: run a recipe; exit status 0 when it is complete, 1 when its minutes ran out before."""
-    recipe = recipe_of(args)
+    from dskit.train import draft
+
+    base = draft.DraftRecipe if args.recipe == "demo-draft" else Recipe
+    recipe = recipe_of(args, base)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         torch._dynamo.config.automatic_dynamic_shapes = False  # few shapes, each worth its own code
         torch._dynamo.config.recompile_limit = 64
         ops.prefer(fast_kernels(), "dskit train")
     workers = max(0, (torch.multiprocessing.cpu_count() or 2) - 2)
-    trainer = Trainer(preset("demo"), chat.Tokenizer(PRESETS_DIR / "demo"), recipe,
-                      Path(args.out), device, workers)
+    if base is draft.DraftRecipe:
+        source = checkpoint.locate(args.start or "demo")
+        trainer = draft.DraftTrainer(source, chat.Tokenizer(source), recipe, Path(args.out), device, workers)
+    else:
+        tokenizer = chat.Tokenizer(PRESETS_DIR / "demo")
+        trainer = Trainer(preset("demo"), tokenizer, recipe, Path(args.out), device, workers)
     if args.resume:
         trainer.resume()
-    elif args.start:
+    elif args.start and base is Recipe:
         trainer.start_from(args.start)
     done = trainer.run(minutes=args.minutes or math.inf, tensorboard=args.tensorboard)
     return 0 if done else 1

@@ -74,7 +74,7 @@ class Whole:
         block = window_TH.unflatten(0, (-1, self.shape[1] // W, W))
         before = F.pad(block[:, :-1], (0, 0, 0, 0, 1, 0))
         keys = F.pad(torch.cat((before, block), dim=2).flatten(0, 1), (0, 0, 0, SINK_KEYS))
-        bias = _bias(self.near, window_TH.dtype)
+        bias = additive_mask(self.near, window_TH.dtype)
         return attend_whole(q_TAH.unflatten(0, (-1, W)), keys, bias, layer.attn_sink).flatten(0, 1)
 
     def _index(self, layer: Attention, x: Tensor, latent: Tensor, shared: Global) -> None:
@@ -90,7 +90,8 @@ class Whole:
                 self.reads = self._select(layer, indexing.scores(q, weight, keys), shared)
         elif layer.ratio in self.biases:
             return
-        self.biases[layer.ratio] = _bias(torch.cat((self.band, self.reads), dim=-1), shared.entries.dtype)
+        seen = torch.cat((self.band, self.reads), dim=-1)
+        self.biases[layer.ratio] = additive_mask(seen, shared.entries.dtype)
 
     def _select(self, layer: Attention, score: Tensor, shared: Global) -> Tensor:
         """Mask [B, T, S] of the selection of an index source."""
@@ -146,7 +147,7 @@ def whole_step(model: Model, folding: Tensor, ids: Tensor, doc_start: Tensor, *,
     return Step(ids.flatten(), pos.flatten(), rope, (nothing, nothing), groups, gram=gram, whole=whole)
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Additive mask for attend_whole: 0 where seen, -inf elsewhere, the sink's slots appended."""
     sink = torch.arange(SINK_KEYS, device=seen.device) == 0
     seen = torch.cat((seen, sink.expand(*seen.shape[:-1], -1)), dim=-1)

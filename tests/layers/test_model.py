@@ -6,9 +6,6 @@ import torch
 from dskit.checkpoint import load
 from dskit.engine import pools
 from dskit.engine.llm import LLM
-from dskit.layers.rope import turns
-from dskit.layers.swa import RingPlan
-from dskit.model import Step
 from tests import drive, models, oracle
 
 NEAR_TIE = 5e-6
@@ -169,18 +166,6 @@ def test_release_numerics_stay_near_exact_ones_often(made, seed):
 # ---- the draft head --------------------------------------------------------------------------------------
 
 
-def draft_step(model, memory, token: int, P: int) -> Step:
-    """Rows [token, noise ...] at positions P ..; all see the ring of slot 1 and all of the block."""
-    c, B = model.config, model.config.dspark_block_size
-    ring = pools.window_ring(c)
-    before = [ring + t % ring for t in range(max(0, P - c.sliding_window), P)]
-    nothing = torch.empty(0, dtype=torch.long)
-    plan = RingPlan(torch.arange(len(before) + B).expand(B, -1), torch.tensor(before), nothing, nothing)
-    pos = torch.arange(P, P + B)
-    rope = {flag: turns(pos, getattr(model, f"frequency_{flag:d}")) for flag in (False, True)}
-    return Step(torch.tensor([token] + [c.dspark_noise_token_id] * (B - 1)), pos, rope, (plan, plan))
-
-
 @pytest.mark.parametrize("name", ["tiny", "odd", "v41-4"])
 def test_draft_equals_the_oracle(made, name):
     checkpoint, P = made(name), 31
@@ -199,7 +184,7 @@ def test_draft_equals_the_oracle(made, name):
     )
     with torch.inference_mode():
         drive.play(on, [ids], drive.chunks([ids], 8))
-        step = draft_step(model, on.memory, 7, P)
+        step = drive.draft_step(model, on.memory, 7, P)
         found = model.draft(step, on.memory, (1, model.config.dspark_block_size), lambda l: l.argmax(-1))
     assert found[0][0].tolist() == tokens
     assert models.relative_rms(found[1][0], logits) < 1e-5
