@@ -59,6 +59,12 @@ def refuse(*tensors: torch.Tensor | None, sm: int = 80) -> str | None:
     return None
 
 
+def too_wide(*given: torch.Tensor | torch.dtype | None) -> str | None:
+    """Why a kernel that computes in float32 cannot take these tensors and dtypes, or None."""
+    dtypes = [one.dtype if isinstance(one, torch.Tensor) else one for one in given]
+    return "it computes in float32, and float64 was asked for" if torch.float64 in dtypes else None
+
+
 def pretend(sm: int, processors: int) -> None:
     """From now on compile for a GPU that is not here, its tensors on the CPU (bench/offline.py)."""
     _absent.update(sm=sm, processors=processors)
