@@ -8,7 +8,8 @@ any batch, in any order.
 Shapes: logits_RV [R sequences, V vocabulary] float32, on any device; one Sampled per row comes back.
 Units: log-probabilities are natural, of the distribution before step one.
 Errors: a row with NaN or an infinity gives a Sampled whose `error` is set; the other rows are untouched.
-Numerics: probabilities and their sums in float64.
+Numerics: bias, penalties, probabilities and their sums in float64; edited logits are rounded to float32.
+Kernel: kernels/sampler.py (sampler.draw)
 Source: engine.md section 10; SplitMix64 is Steele, Lea and Flood, OOPSLA 2014.
 """
 
@@ -17,8 +18,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
-from dskit.engine.seq import Sampled, SamplingParams, Sequence
+from dskit import ops
+from dskit.engine.seq import GREEDY_BELOW, Sampled, SamplingParams, Sequence
 
 MASK64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -41,53 +44,71 @@ def _splitmix64(x: int) -> int:
     return z ^ (z >> 31)
 
 
-def sample(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
+def sample(logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
     """Choose the next token of every sequence, row i for seqs[i]."""
     if len(logits_RV) != len(seqs):
         raise ValueError(f"{len(seqs)} sequences wait for a token, but the runner gave {len(logits_RV)} rows")
-    best, sums = (
-        logits_RV.argmax(-1).tolist(),
-        logits_RV.sum(-1).tolist(),
-    )  # greedy and unedited: all there is to do
+    finite = logits_RV.sum(-1)  # as soon as one logit of the row is not, the sum is not
+    ids = _choose(logits_RV, seqs)
     out = [
         Sampled(i) if math.isfinite(s) else Sampled(None, error=NOT_FINITE)
-        for i, s in zip(best, sums, strict=True)
+        for i, s in zip(ids.tolist(), finite.tolist(), strict=True)
     ]
-    good = [i for i, one in enumerate(out) if one.error is None]
-    drawn = [i for i in good if not seqs[i].params.greedy or seqs[i].params.edits_logits]
-    if drawn:
-        for i, token in zip(drawn, _draw(logits_RV[drawn].double(), [seqs[i] for i in drawn]), strict=True):
-            out[i] = Sampled(token)
-    for i in good:
-        if seqs[i].params.logprobs is not None:
-            out[i] = _with_logprobs(logits_RV[i], out[i].token_id, seqs[i].params.logprobs)
+    for i, seq in enumerate(seqs):
+        if seq.params.logprobs is not None and out[i].error is None:
+            out[i] = _with_logprobs(logits_RV[i], out[i].token_id, seq.params.logprobs)
     return out
 
 
-def _draw(logits_RV: torch.Tensor, seqs: list[Sequence]) -> list[int]:
-    """Edit, scale, filter and draw; greedy rows take the largest edited logit. Changes its float64 rows."""
-    for row_V, seq in zip(logits_RV, seqs, strict=True):
-        if seq.params.edits_logits:
-            _edit(row_V, seq)
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_RV.device)[:, None]
-
+def _choose(logits_RV: Tensor, seqs: list[Sequence]) -> Tensor:
+    """Edit where a request asks for it, then draw: ids_R on the device of the logits."""
+    edited = [i for i, seq in enumerate(seqs) if seq.params.edits_logits]
+    if edited:
+        logits_RV = logits_RV.clone()
+    for i in edited:
+        row_V = logits_RV[i].double()
+        _edit(row_V, seqs[i])
+        logits_RV[i] = row_V
     params = [seq.params for seq in seqs]
-    probs_RV = (logits_RV / column([1.0 if p.greedy else p.temperature for p in params])).softmax(-1)
-    if any(p.filters for p in params):
+    if all(p.greedy for p in params):
+        return logits_RV.argmax(-1)
+    columns = [
+        [p.temperature for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [uniform(seq.seed, len(seq.tokens)) for seq in seqs],
+        [p.top_k for p in params],
+    ]
+    temperature_R, top_p_R, min_p_R, u_R, top_k_R = torch.tensor(
+        columns, dtype=torch.float64, device=logits_RV.device
+    )
+    return draw(logits_RV, temperature_R, top_k_R.long(), top_p_R, min_p_R, u_R)
+
+
+@ops.op("sampler.draw", grad=False)
+def draw(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, u_R: Tensor
+) -> Tensor:
+    """One id per row, int64: scale, filter, and the first id whose cumulative probability exceeds u.
+
+    logits float32; temperature, top_p, min_p, u float64; top_k int64.  A temperature below 1e-5 takes the
+    largest logit; top_k <= 0, top_p >= 1 and min_p = 0 take nothing away.  Of equal logits the lower id is
+    the better one.  A logit of minus infinity has probability 0; each row needs one that is finite.
+    """
+    greedy_R = temperature_R < GREEDY_BELOW
+    scale_R1 = temperature_R.masked_fill(greedy_R, 1)[:, None]
+    probs_RV = (logits_RV.double() / scale_R1).softmax(-1)
+    if bool(((top_k_R > 0) | (top_p_R < 1) | (min_p_R > 0)).any()):
         probs_RV = _filter(
             probs_RV,
-            column([p.top_k if p.top_k > 0 else math.inf for p in params]),
-            column([p.top_p if p.top_p < 1 else math.inf for p in params]),
-            column([p.min_p for p in params]),
+            top_k_R.double().masked_fill(top_k_R <= 0, math.inf)[:, None],
+            top_p_R.masked_fill(top_p_R >= 1, math.inf)[:, None],
+            min_p_R[:, None],
         )
-    drawn = inverse_cdf(probs_RV, column([uniform(s.seed, len(s.tokens)) for s in seqs])).tolist()
-    best = logits_RV.argmax(-1).tolist()
-    return [b if p.greedy else d for b, d, p in zip(best, drawn, params, strict=True)]
+    return torch.where(greedy_R, logits_RV.argmax(-1), inverse_cdf(probs_RV, u_R[:, None]))
 
 
-def _edit(row_V: torch.Tensor, seq: Sequence) -> None:
+def _edit(row_V: Tensor, seq: Sequence) -> None:
     """Bias and penalties, in place; repetition counts the prompt too, the others new tokens only."""
     p: SamplingParams = seq.params
     if p.logit_bias:
@@ -106,8 +127,8 @@ def _edit(row_V: torch.Tensor, seq: Sequence) -> None:
 
 
 def _filter(
-    probs_RV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+    probs_RV: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
     """Zero for the tokens that a filter takes away; columns [R, 1]. The most probable token stays."""
     sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(probs_RV.shape[-1], device=probs_RV.device)
@@ -118,7 +139,7 @@ def _filter(
     return torch.zeros_like(probs_RV).scatter(-1, order_RV, sorted_RV.masked_fill(out & (rank_V > 0), 0))
 
 
-def inverse_cdf(probs_RV: torch.Tensor, u_R1: torch.Tensor) -> torch.Tensor:
+def inverse_cdf(probs_RV: Tensor, u_R1: Tensor) -> Tensor:
     """The first id whose cumulative probability exceeds u; never one of probability 0."""
     cdf_RV = probs_RV.cumsum(-1)
     total_R1 = cdf_RV[:, -1:]
@@ -126,7 +147,7 @@ def inverse_cdf(probs_RV: torch.Tensor, u_R1: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cdf_RV, target_R1, right=True)[:, 0]
 
 
-def _with_logprobs(row_V: torch.Tensor, token_id: int, k: int) -> Sampled:
+def _with_logprobs(row_V: Tensor, token_id: int, k: int) -> Sampled:
     """The chosen token with its log-probability and the k best ones."""
     logprobs_V = row_V.double().log_softmax(-1)
     values, ids = logprobs_V.topk(min(k, len(row_V)))

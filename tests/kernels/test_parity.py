@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import dskit.model  # noqa: F401 - registers the ops
+import dskit.engine.sampler
+import dskit.model  # noqa: F401 - these two register the ops
 from dskit import ops
 from dskit.testing import all_cases, check, check_gradients
 
