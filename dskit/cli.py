@@ -63,25 +63,51 @@ def chat(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    """Measure speed: `dskit bench latency`."""
+    """Measure speed: of the model, of every kernel, and what changed between two runs."""
     name = next(iter(argv), "")
     if name in ("", "-h", "--help"):
-        print("usage: dskit bench latency [-h] [OPTIONS] [MODEL]\n\n  latency   " + LATENCY)
+        rows = [f"  {bench:<9} {run.__doc__.splitlines()[0]}" for bench, run in BENCHES.items()]
+        print("\n".join([f"usage: dskit bench {{{','.join(BENCHES)}}} [-h] [OPTIONS]", "", *rows]))
         return 0 if name else USAGE
-    if name != "latency":
+    if name not in BENCHES:
         later = (
             f"{', '.join(LATER_BENCHES)} come in a later version" if name in LATER_BENCHES else "unknown name"
         )
         raise CliError(
             f"dskit bench {name} is not available in this version", later, "dskit bench latency demo"
         )
+    return BENCHES[name](argv[1:])
+
+
+def bench_latency(argv: list[str]) -> int:
+    """Time to first token and tokens per second of one stream and of eight, beside transformers."""
     from dskit.flags import LatencyArgs
 
-    args = parse(LatencyArgs, "bench latency", argv[1:])
+    args = parse(LatencyArgs, "bench latency", argv)
     choose_kernels(args.kernels)
     from dskit.bench import latency
 
-    return latency.main(args, shlex.join(["dskit", "bench", *argv]))
+    return latency.main(args, shlex.join(["dskit", "bench", "latency", *argv]))
+
+
+def bench_kernels(argv: list[str]) -> int:
+    """Every op's kernel at its released widths, beside its floor, its peers and torch.compile."""
+    from dskit.flags import KernelsArgs
+
+    args = parse(KernelsArgs, "bench kernels", argv)
+    from dskit.bench import kernels
+
+    return kernels.main(args, shlex.join(["dskit", "bench", "kernels", *argv]))
+
+
+def bench_compare(argv: list[str]) -> int:
+    """Which kernels became faster or slower between two files of records."""
+    from dskit.flags import CompareArgs
+
+    args = parse(CompareArgs, "bench compare", argv)
+    from dskit.bench import compare
+
+    return compare.main(args)
 
 
 def train(argv: list[str]) -> int:
@@ -140,18 +166,12 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": convert,
     "doctor": doctor,
 }
-LATENCY = "time to first token and tokens per second of one stream and of eight, beside transformers"
-LATER_BENCHES = (
-    "kernels",
-    "throughput",
-    "prefill",
-    "decode",
-    "serve",
-    "engine",
-    "spec",
-    "startup",
-    "compare",
-)
+BENCHES: dict[str, Callable[[list[str]], int]] = {
+    "latency": bench_latency,
+    "kernels": bench_kernels,
+    "compare": bench_compare,
+}
+LATER_BENCHES = ("throughput", "prefill", "decode", "serve", "engine", "spec", "startup")
 LATER_COMMANDS = {"profile": "torch.profiler around LLM.generate, as around any torch code"}
 
 

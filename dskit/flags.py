@@ -101,10 +101,56 @@ class LatencyArgs(ModelArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelsArgs:
+    """Time every op's kernel at its released widths, beside its floor, its peers and torch.compile."""
+
+    op: Annotated[str, arg(metavar="NAME,...")] = "all"
+    """Ops or groups, for example mhc,norm.rms."""
+    rows: Annotated[str, arg(metavar="N,...")] = ""
+    """Only shapes of so many rows: a decode step's requests, or the tokens of a prefill."""
+    peer: Annotated[str, arg(metavar="NAME")] = "auto"
+    """auto measures every library that is installed, none no library, a package's name only that one."""
+    check: bool = True
+    """Compare kernels and peers with the reference before they are timed."""
+    compile: bool = True
+    """Measure torch.compile of the reference too."""
+    quick: bool = False
+    """Fewer replays, torch.compile without its own search, and at most 5.5 minutes."""
+    minutes: Annotated[float | None, arg(metavar="FLOAT")] = None
+    """Stop after so many minutes; what is left is written as not measured."""
+    seed: int = 0
+    """Seed of the inputs."""
+    out: Annotated[str | None, arg(metavar="FILE")] = None
+    """Write the records here, one JSON object a line, the summary last."""
+    result_dir: Folder = None
+    """Write run.json and kernels.jsonl into a new folder in here, for example profiles; then without --out."""
+    machine: Annotated[str | None, arg(metavar="FILE")] = None
+    """JSON with name, bytes_per_s and flop_per_s of a GPU; without it floors are the H200's, for an H200."""
+    allow_no_gpu: bool = False
+    """Without a GPU, where nothing can be measured, exit with 0 if the checks pass."""
+    read: Annotated[str | None, arg(metavar="FILE")] = None
+    """Measure nothing: print the Markdown table of a file of records."""
+    picture: Annotated[str | None, arg(metavar="FILE")] = None
+    """With --read: also draw each kernel's share of the floor, and its peer's, as png or svg."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareArgs:
+    """Tell which kernels became faster or slower between two files of records."""
+
+    old: Positional[Annotated[str, arg(metavar="OLD")]]
+    """Records of dskit bench kernels."""
+    new: Positional[Annotated[str, arg(metavar="NEW")]]
+    """Later records of the same ops."""
+    json: bool = False
+    """Print one JSON document instead of lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainArgs:
     """Train a model from scratch by a recipe."""
 
-    recipe: Positional[Literal["demo"]] = "demo"
+    recipe: Positional[Literal["demo", "demo-draft"]] = "demo"
     """What to train."""
     steps: Count = None
     """Optimiser steps; by default the recipe's."""

@@ -26,12 +26,19 @@ SWITCHES = ("DSKIT_USE", "DSKIT_AUTOTUNE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 def environment(
     llm: Any, settings: dict[str, Any], defaults: dict[str, Any], interval: str
 ) -> dict[str, Any]:
-    """Header of a result for a loaded LLM: `settings` are the flags used, `defaults` a user's."""
+    """Header of a result for a loaded LLM."""
+    return header(llm.device, settings, defaults, interval) | {"config": asdict(llm.config)}
+
+
+def header(
+    device: torch.device | str, settings: dict[str, Any], defaults: dict[str, Any], interval: str
+) -> dict[str, Any]:
+    """Header of a result: `settings` are the flags used, `defaults` a user's."""
     switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
     return {
         "commit": commit(),
         "dskit": dskit.__version__,
-        "device": device_name(llm.device),
+        "device": device_name(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -40,19 +47,21 @@ def environment(
         "switches": switches,
         "defaults": settings == defaults and not switches,
         "interval": interval,
-        "config": asdict(llm.config),
     }
 
 
 def commit() -> str:
-    """Commit of the running code, with `-dirty` when files of the package were changed; else the version."""
+    """Commit of the running code, with `-dirty` when files of the package were changed; outside a checkout
+    what DSKIT_COMMIT says, else the version.
+    """
+    elsewhere = os.environ.get("DSKIT_COMMIT") or f"version {dskit.__version__}"
     folder = Path(dskit.__file__).parent
     describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         found = subprocess.run(describe, capture_output=True, text=True)
     except FileNotFoundError:
-        return f"version {dskit.__version__}"
-    return found.stdout.strip() if found.returncode == 0 else f"version {dskit.__version__}"
+        return elsewhere
+    return found.stdout.strip() if found.returncode == 0 else elsewhere
 
 
 def device_name(device: torch.device | str) -> str:
@@ -76,14 +85,20 @@ def write(report: dict[str, Any], result_dir: str, label: str, command: str) -> 
 
     command: the command line that made the report, for its header.
     """
+    folder = new_folder(result_dir, label)
+    header = {"command": command, **report["env"]}
+    (folder / "run.json").write_text(json.dumps(header, indent=2) + "\n")
+    rest = {name: value for name, value in report.items() if name != "env"}
+    (folder / "bench.json").write_text(json.dumps(rest, indent=2) + "\n")
+    return folder
+
+
+def new_folder(result_dir: str, label: str) -> Path:
+    """A folder of today's that was not there before."""
     stem = f"{date.today().isoformat()}-{label}"
     folder, n = Path(result_dir) / stem, 1
     while folder.exists():
         n += 1
         folder = Path(result_dir) / f"{stem}-{n}"
     folder.mkdir(parents=True)
-    header = {"command": command, **report["env"]}
-    (folder / "run.json").write_text(json.dumps(header, indent=2) + "\n")
-    rest = {name: value for name, value in report.items() if name != "env"}
-    (folder / "bench.json").write_text(json.dumps(rest, indent=2) + "\n")
     return folder

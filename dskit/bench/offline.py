@@ -40,8 +40,6 @@ from typing import Any
 
 import torch
 
-import dskit.engine.sampler
-import dskit.model  # noqa: F401 - these two register the ops
 from dskit import ops
 from dskit.testing import Cases, Maker, Shape, all_cases, outputs
 
@@ -146,7 +144,7 @@ def call(cases: Cases, shape: Shape, maker: Maker) -> str | None:
     if cases.grads and implementation.grad:
         for i in cases.grads:
             args[i] = args[i].detach().requires_grad_()
-    refused = implementation.when(*args) if implementation.when else None
+    refused = implementation.why_not(tuple(args), {})
     if refused is None:
         results = [r for r in outputs(implementation.function(*args)) if r.requires_grad]
         if results:
@@ -166,6 +164,7 @@ def shapes_of(cases: Cases, which: str) -> Iterator[tuple[Shape, Maker]]:
 
 def survey(arch: int, name: str = "", which: str = "all") -> list[Row]:
     """Compile the ops whose name starts with `name`: a row per kernel and configuration, and per failure."""
+    ops.load_all()
     launches, rows, seen = Launches(arch), [], {}
     for cases in (c for op, c in all_cases().items() if op.startswith(name)):
         for shape, maker in shapes_of(cases, which):

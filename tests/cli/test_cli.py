@@ -63,7 +63,7 @@ def test_an_unknown_command_is_answered_with_those_there_are(capsys):
     assert_error(code, err, 2, "'serv'", "serve, chat")
 
 
-@pytest.mark.parametrize("argv", [("profile",), ("bench", "kernels"), ("bench", "nothing")])
+@pytest.mark.parametrize("argv", [("profile",), ("bench", "decode"), ("bench", "nothing")])
 def test_what_is_not_in_this_version_says_so(argv, capsys):
     code, _, err = said(capsys, *argv)
     assert_error(code, err, 2, "not available in this version")

@@ -1,0 +1,342 @@
+"""`dskit bench kernels` and `compare`: honest without a GPU, whole after a crash, read back as written."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from dskit import cli, ops
+from dskit.bench import compare, floors, kernels, peers, records, timing, worker
+from dskit.flags import KernelsArgs
+from dskit.testing import Maker, all_cases, relative_rms
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "profiles" / "schema.json").read_text())
+SHAPE = {"rows": 128, "width": 5120}
+ops.load_all()
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def follows(what: str, one: dict) -> None:
+    jsonschema.validate(one, {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{what}"})
+
+
+def measured(us: float = 10.0, spread: float = 0.1, **rest) -> dict:
+    """A record as a GPU would give it."""
+    peer = {"name": "lib: f", "version": "1", "note": "", "status": "ok", "reason": None, "us": 20.0}
+    blank = worker.blank(all_cases()["norm.rms"], SHAPE, worker.Options())
+    times = {"median": us, "p10": us - spread, "p90": us + spread}
+    return blank | {"status": "ok", "us": times, "us_warm": us, "graph": True, "reps": 60, "peer": peer,
+                    "peers": [peer], "of_floor": 0.5, "vs_peer": 2.0, "vs_compile": 1.5, "vs_eager": 9.0,
+                    "eager_us": 90.0, "compile_us": 15.0, "clock_moved": False} | rest
+
+
+# ---- without a GPU -----------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Exit code, printed lines and folder of a run over one op, its worker a process of its own."""
+    folder = tmp_path_factory.mktemp("profiles")
+    out, argv = io.StringIO(), ["bench", "kernels", "--op", "norm.rms", "--quick", "--result-dir"]
+    with contextlib.redirect_stdout(out):
+        code = cli.main([*argv, str(folder)])
+    return code, out.getvalue(), next(folder.iterdir())
+
+
+@no_gpu
+def test_without_a_gpu_nothing_is_measured_and_all_is_said(run):
+    code, out, folder = run
+    assert code == kernels.NO_GPU and "nothing was measured" in out
+    lines = [json.loads(text) for text in (folder / "kernels.jsonl").read_text().splitlines()]
+    for record in lines[:-1]:
+        follows("kernel", record)
+        assert record["status"] == "not_measured" and record["reason"] == "no CUDA device"
+        assert record["check"]["passed"] and record["cpu_check_s"] > 0 and record["env"]["gpu"] is None
+    rows = [record["shape"]["rows"] for record in lines[:-1]]
+    assert rows[:2] == list(kernels.QUICK_ROWS) and len(rows) == len(all_cases()["norm.rms"].frozen)
+    follows("kernel_summary", lines[-1])
+    assert lines[-1]["counts"]["not_measured"] == len(rows) and lines[-1]["launch_us"] is None
+    header = json.loads((folder / "run.json").read_text())
+    jsonschema.validate(header, SCHEMA)
+    assert header["floors"]["name"] == "H200" and not header["defaults"]  # --quick is no default
+
+
+@no_gpu
+def test_exit_code_is_zero_only_when_asked_for(monkeypatch, capsys):
+    blank = worker.blank(all_cases()["norm.rms"], SHAPE, worker.Options()) | {"reason": "no CUDA device"}
+    for extra, code in (([], 3), (["--allow-no-gpu"], 0)):
+        monkeypatch.setattr(kernels, "one_by_one", lambda jobs, options, end: iter([blank]))
+        assert cli.main(["bench", "kernels", "--op", "norm.rms", *extra]) == code
+    wrong = blank | {"status": "wrong"}
+    monkeypatch.setattr(kernels, "one_by_one", lambda jobs, options, end: iter([wrong]))
+    assert cli.main(["bench", "kernels", "--op", "norm.rms", "--allow-no-gpu"]) == 1
+
+
+def test_an_unknown_op_is_refused_with_those_there_are(capsys):
+    assert cli.main(["bench", "kernels", "--op", "norm.rsm"]) == 1
+    assert "norm.rsm" in (said := capsys.readouterr().err) and "norm.rms" in said
+
+
+def test_rows_and_groups_choose_calls():
+    jobs = kernels.chosen(KernelsArgs(op="norm", rows="4096,1"))
+    assert {job["op"].split(".")[0] for job in jobs} == {"norm"}
+    assert {job["shape"]["rows"] for job in jobs} <= {4096, 1}
+    assert len(kernels.chosen(KernelsArgs())) == sum(len(cases.frozen) for cases in all_cases().values())
+
+
+# ---- a worker that dies ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, sys, time
+for job in json.load(sys.stdin)["jobs"]:
+    if job["op"] == "crash": os._exit(9)
+    if job["op"] == "hang": time.sleep(60)
+    print(json.dumps(job), flush=True)
+    if job["op"] == "lost": os._exit(75)
+"""
+
+
+def test_a_call_that_breaks_its_process_costs_its_own_record_alone(monkeypatch):
+    def start(jobs, options, **pipes):
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, text=True, **pipes)
+        process.stdin.write(json.dumps({"jobs": jobs}))
+        process.stdin.close()
+        return process
+
+    monkeypatch.setattr(kernels, "start", start)
+    monkeypatch.setattr(kernels, "LIMIT_S", 2)
+    monkeypatch.setattr(kernels, "unmeasured", lambda job, options, status, why: {**job, "reason": why})
+    jobs = [{"op": op} for op in ("a", "lost", "b", "crash", "c", "hang", "d")]
+    found = list(kernels.one_by_one(jobs, worker.Options(), time.monotonic() + 60))
+    assert [record["op"] for record in found] == [job["op"] for job in jobs]
+    reasons = {record["op"]: record["reason"] for record in found if "reason" in record}
+    assert reasons == {"crash": "the worker ended with exit code 9", "hang": "no result within 2 s"}
+    late = list(kernels.one_by_one(jobs, worker.Options(), time.monotonic() - 1))
+    assert {record["reason"] for record in late} == {"the minutes of this run were over"}
+
+
+# ---- floors and timing -------------------------------------------------------------------------------------
+
+def test_floors_are_the_larger_of_bytes_and_arithmetic(tmp_path):
+    cases = all_cases()["norm.rms"]
+    found = floors.floor(cases, {"rows": 4096, "width": 5120}, floors.H200)
+    assert found["bound"] == "bytes" and found["floor_us"] == pytest.approx(19.5, abs=0.1)
+    slow = floors.Machine("slow", 1e18, {"fp32": 1e9})
+    assert floors.floor(cases, {"rows": 1, "width": 1000}, slow)["bound"] == "fp32"
+    assert floors.machine("NVIDIA H200") is floors.H200 and floors.machine("NVIDIA A100") is None
+    assert floors.floor(cases, SHAPE, None)["floor_us"] is None
+    (tmp_path / "a.json").write_text('{"name": "mine", "bytes_per_s": 1e12}')
+    with pytest.raises(ValueError, match="flop_per_s"):
+        floors.machine(None, str(tmp_path / "a.json"))
+
+
+def test_a_ring_exceeds_twice_the_cache_or_has_a_copy_for_each_call():
+    mega = 1 << 20
+    assert timing.ring_size(10 * mega, 200, 60 * mega) == 12
+    assert timing.ring_size(200 * mega, 200, 60 * mega) == 1
+    assert timing.ring_size(100, 200, 60 * mega) == 200
+
+
+def scripted(*times: float) -> timing.Timed:
+    turn = itertools.cycle(times)
+    return timing.Timed([], lambda: next(turn), True, 1, 1.0)
+
+
+def test_rounds_rotate_and_ratios_are_per_round():
+    order = []
+    contenders = {name: timing.Timed([], lambda name=name: order.append(name) or 1.0, True, 1, 1.0)
+                  for name in "abc"}
+    timing.interleave(contenders, 3)
+    assert "".join(order[::3]) == "abcbcacab" and all(len(one.rounds) == 3 for one in contenders.values())
+    slow, fast = scripted(), scripted()
+    slow.rounds, fast.rounds = [[10, 10, 10], [40, 40, 90], [10, 12, 10]], [[5, 5, 5], [20, 20, 1], [5, 5, 5]]
+    assert timing.ratio(slow, fast) == 2  # a clock that moved between rounds does not show
+    found = timing.spread([1.0, 2.0, 3.0])
+    assert found["p10"] < found["median"] == 2 < found["p90"]
+    assert timing.moved({"clock_mhz": 1000}, {"clock_mhz": 1060})
+    assert not timing.moved({"clock_mhz": None}, {"clock_mhz": 1060})
+
+
+class Stopwatch(timing.Device):
+    """The same steps without a GPU: wall time instead of events, and calls in a row instead of a graph."""
+
+    kind = "cpu"
+
+    def __init__(self):
+        self.cache = 1 << 14
+
+    def between(self, work, cold=True):
+        began = time.perf_counter()
+        work()
+        return 1e6 * (time.perf_counter() - began)
+
+    def capture(self, calls, count):
+        class Graph:
+            def replay(self):
+                for i in range(count):
+                    calls[i % len(calls)]()
+        return Graph()
+
+
+def race(monkeypatch, function, **options) -> dict:
+    """The record of one small call, timed by the stopwatch."""
+    monkeypatch.setattr(worker, "device", Stopwatch)
+    monkeypatch.setattr(timing, "alive", lambda: True)
+    monkeypatch.setattr(timing, "state", lambda: dict.fromkeys(timing.FIELDS))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    cases, shape = all_cases()["norm.rms"], {"rows": 8, "width": 64}
+    given = worker.Options(compile=False, replays=3, **options)
+    record = worker.blank(cases, shape, given)
+    with torch.no_grad(), ops.use("torch"):
+        worker.on_gpu(cases, shape, ops.Implementation("triton", function), given, record)
+    return record
+
+
+def test_a_right_kernel_gets_time_and_ratios(monkeypatch):
+    record = race(monkeypatch, ops.find("norm.rms").reference)
+    follows("kernel", record)
+    assert record["status"] == "ok" and record["us"]["p10"] <= record["us"]["median"] <= record["us"]["p90"]
+    assert record["vs_eager"] > 0 and record["of_floor"] > 0 and record["us_warm"] > 0 and record["ring"] > 1
+    assert record["check"]["passed"] and record["dtype"].startswith("bf16")
+    assert {peer["reason"] for peer in record["peers"] if not peer["us"]} >= {"liger-kernel is not installed"}
+
+
+def test_a_wrong_kernel_gets_a_time_and_no_ratio(monkeypatch):
+    record = race(monkeypatch, lambda x, gain, eps, dtype: x.clone())
+    follows("kernel", record)
+    assert record["status"] == "wrong" and record["us"] and record["vs_eager"] is record["of_floor"] is None
+
+
+def test_a_kernel_that_raises_is_a_line_and_a_peer_that_raises_a_reason(monkeypatch):
+    def broken(x, gain_D, eps, dtype):
+        raise RuntimeError("no such instruction")
+
+    bad = peers.Peer("norm.rms", ("torch",), "bad", broken)
+    off = peers.Peer("norm.rms", ("torch",), "off", lambda x, *rest: lambda: 2 * x, compare=lambda y: (y,))
+    monkeypatch.setattr(peers, "PEERS", [bad, off])
+    record = race(monkeypatch, ops.find("norm.rms").reference)
+    assert [peer["status"] for peer in record["peers"]] == ["failed", "wrong"]
+    assert "no such instruction" in record["peers"][0]["reason"] and record["peers"][1]["us"] > 0
+    assert record["status"] == "ok" and record["peer"] is None and record["vs_peer"] is None
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(worker, "environment", lambda: {"gpu": None})
+    monkeypatch.setattr(worker, "on_gpu", lambda *_: broken(*_[:4]))
+    monkeypatch.setattr(ops.Op, "implementation", lambda self, name: None)
+    failed = worker.run("norm.rms", SHAPE, worker.Options())
+    assert failed["status"] == "failed" and failed["reason"] == "RuntimeError: no such instruction"
+
+
+# ---- peers -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: f"{peer.op}-{peer.name}")
+def test_every_peer_takes_the_arguments_of_its_op(peer):
+    names = inspect.signature(ops.find(peer.op).reference).parameters
+    inspect.signature(peer.prepare).bind(*names)
+    header = peer.header()
+    assert header["us"] is None and (header["version"] or header["reason"])
+
+
+def test_peers_are_chosen_by_package():
+    assert peers.of("norm.rms", "none") == []
+    assert {one.packages for one in peers.of("norm.rms", "liger-kernel")} == {("liger-kernel",)}
+    with pytest.raises(ValueError, match="flashinfer-python"):
+        peers.of("norm.rms", "flashinfre")
+
+
+def test_torch_as_a_peer_computes_the_op():
+    m = Maker()
+    base, embed, head = m.normal(3, 40, dtype=torch.float32), m.normal(3, 16), m.normal(40, 16)
+    (peer,) = peers.of("dspark.markov")
+    got = peer.prepare(base, embed, head)()
+    assert relative_rms(got, ops.find("dspark.markov").reference(base, embed, head)) < peer.limit
+    x, weight = m.normal(5, 24), m.normal(7, 24)
+    (peer,) = peers.of("linear.matmul")
+    want = ops.find("linear.matmul").reference(x, weight, torch.bfloat16)
+    assert relative_rms(peer.prepare(x, weight, torch.bfloat16)(), want) < peer.limit
+
+
+# ---- showing and comparing ---------------------------------------------------------------------------------
+
+def test_no_number_is_shown_out_of_a_record_that_measured_none():
+    """Whatever its fields hold: only op and shape may have digits."""
+    for status in ("not_measured", "failed", "wrong"):
+        row = records.markdown([measured(status=status, reason="none")]).splitlines()[2].split("|")
+        assert row[1].strip() == "`norm.rms`" and row[2].strip() == "rows 128, width 5120"
+        assert not any(letter.isdigit() for cell in row[3:] for letter in cell), row
+        (bar,) = records.shares([measured(status=status)])
+        assert bar["share"] is bar["us"] is bar["peer_share"] is None
+        summed = records.summary([measured(status=status)], None)
+        assert summed["groups"]["norm"]["vs_peer"] is None and summed["worst"]["of_floor"] is None
+    assert "10.00 us" not in records.line(measured(status="wrong", reason="rms 0.3"))
+
+
+def test_a_measured_record_is_shown_with_where_it_comes_from():
+    table = records.markdown([measured()])
+    assert "| 10.0 | 0.6 | 50% | 2.00 | 1.50 | 9.0 | lib: f |" in table
+    assert "Measured on one " in table and torch.__version__ in table
+    assert "2.00 x peer, 1.50 x compile" in records.line(measured())
+
+
+def test_a_summary_has_geometric_means_and_the_worst():
+    found = [measured(vs_peer=4.0), measured(vs_peer=1.0, shape={"rows": 1}),
+             measured(peer=None, vs_peer=None)]
+    summed = records.summary(found, 0.7)
+    follows("kernel_summary", summed)
+    group = summed["groups"]["norm"]
+    assert group["vs_peer"] == pytest.approx(2.0) and group["without_peer"] == 1 and group["measured"] == 3
+    assert summed["worst"]["vs_peer"]["shape"] == {"rows": 1}
+    assert any("0.70 us" in text for text in records.closing(summed))
+
+
+def test_a_file_is_read_back_and_a_foreign_one_refused(tmp_path, capsys):
+    file, picture = tmp_path / "a.jsonl", tmp_path / "a.svg"
+    lines = [measured(), records.summary([measured()], 0.7)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert records.read(file) == [measured()]
+    assert cli.main(["bench", "kernels", "--read", str(file), "--picture", str(picture)]) == 0
+    assert "| 10.0 |" in capsys.readouterr().out and "<svg" in picture.read_text()
+    file.write_text('{"us": 3}')
+    with pytest.raises(ValueError, match="line 1"):
+        records.read(file)
+
+
+def files(tmp_path, old: list[dict], new: list[dict]) -> list[str]:
+    for name, found in (("old", old), ("new", new)):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, found)))
+    return [str(tmp_path / "old"), str(tmp_path / "new")]
+
+
+@pytest.mark.parametrize(("new", "kind"), [
+    (measured(10.4), "same"),  # 4 %
+    (measured(10.6), "slower"),
+    (measured(9.4), "faster"),
+    (measured(10.6, spread=0.7), "same"),  # within its own spread
+    (measured(status="wrong", reason="rms 1"), "broken"),
+    (measured(status="not_measured", reason="no CUDA device"), "unmeasured"),
+])
+def test_a_change_counts_beyond_five_percent_and_both_spreads(new, kind, tmp_path, capsys):
+    report = compare.compare([measured(10.0)], [new])
+    assert bool(report[kind]) and sum(map(bool, (report[k] for k in ("same", "slower", "faster", "broken",
+                                                                    "unmeasured")))) == 1
+    code = cli.main(["bench", "compare", *files(tmp_path, [measured(10.0)], [new])])
+    assert code == int(kind in ("slower", "broken"))
+    assert kind == "same" or kind in capsys.readouterr().out
+
+
+def test_what_comes_goes_and_where_it_ran_is_told(tmp_path, capsys):
+    other = measured(shape={"rows": 1}, env=measured()["env"] | {"gpu": "NVIDIA H100"})
+    assert cli.main(["bench", "compare", "--json", *files(tmp_path, [measured()], [other])]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["gone"][0]["shape"] == SHAPE and report["added"][0]["shape"] == {"rows": 1}
+    assert report["machines"]["gpu"][1] == ["NVIDIA H100"]
