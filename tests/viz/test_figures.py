@@ -21,10 +21,16 @@ STRIPS = [
     {"label": "seed 2", "tokens": [" other"] * 40},
     {"label": "seed 1", "tokens": [" a", "\n", "lamp"]},
 ]
+SHARES = [
+    {"what": "norm.rms", "shape": "rows 4096", "share": 0.5, "us": 39.0, "peer": "lib", "peer_share": 0.25},
+    {"what": "moe.gate", "shape": "rows 128", "share": None, "us": None, "peer": None, "peer_share": None},
+    {"what": "mhc.read", "shape": "rows 1", "share": 1.6, "us": 2.0, "peer": None, "peer_share": None},
+]
 DRAWN = {
     "model_map": lambda: figures.model_map(preset("demo"), "demo"),
     "memory_bars": lambda: figures.memory_bars(BARS),
     "token_strips": lambda: figures.token_strips(STRIPS),
+    "floor_shares": lambda: figures.floor_shares(SHARES),
 }
 
 
@@ -148,7 +154,25 @@ def test_equal_strips_say_so_and_long_ones_end_in_dots():
     assert picture.alt.endswith("3, seed 1: ' a\\nlamp' = row 1")
 
 
-@pytest.mark.parametrize("draw", [figures.memory_bars, figures.token_strips])
+def test_shares_are_to_scale_and_what_was_not_measured_has_no_bar():
+    (axes,) = figures.floor_shares(SHARES).axes
+    ours, beyond = (bar[0] for bar in axes.containers)
+    scale = {text.get_text(): text.get_position()[0] for text in axes.texts if text.get_text().endswith(" %")}
+    assert ours.get_x() == scale["0 %"] and ours.get_x() + ours.get_width() == pytest.approx(scale["50 %"])
+    assert scale["100 %"] < beyond.get_x() + beyond.get_width() < max(axes.get_xlim())
+    marks = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"]
+    assert scale["25 %"] in marks and len(marks) == 2  # one on a bar, one in the legend
+    texts = [text.get_text() for text in axes.texts]
+    assert texts.count("not measured") == 1 and "39.0 us, 50%" in texts and "lib 25%" in texts
+
+
+def test_shares_in_words_name_numbers_only_where_they_were_measured():
+    alt = figures.floor_shares(SHARES).alt
+    assert "norm.rms at rows 4096: 39.0 microseconds, 50% of its floor, lib 25%" in alt
+    assert "moe.gate at rows 128: not measured; mhc.read" in alt
+
+
+@pytest.mark.parametrize("draw", [figures.memory_bars, figures.token_strips, figures.floor_shares])
 def test_no_rows_are_refused(draw):
     with pytest.raises(ValueError, match="at least one"):
         draw([])
