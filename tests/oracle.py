@@ -60,6 +60,7 @@ class Run:
     main: Tensor | None = None  # [T, D], what the draft stages cache keys of
     selections: dict[int, list[list[int]]] = field(default_factory=dict)
     candidates: dict[int, list[list[int]]] = field(default_factory=dict)
+    store: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # global entries, index keys
     gaps: list[float] = field(default_factory=list)
 
 
@@ -523,22 +524,33 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 # ---- the loop (3.14) -------------------------------------------------------------------------------------
 
 
-def forward(net: Net, ids: list[int], *, keep: int | None = None, prompt: int | None = None) -> Run:
+def forward(
+    net: Net,
+    ids: list[int],
+    *,
+    keep: int | None = None,
+    prompt: int | None = None,
+    behind: tuple[int, int] | None = None,
+) -> Run:
     """Logits [T, V] of all tokens.
 
     With `keep`, decoder layers see no window entry before position prompt - keep (bounded replay, 3.15); rows
-    before that position are then meaningless. `prompt` defaults to all ids.
+    before that position are then meaningless. `prompt` defaults to all ids. With `behind` = (first, hit) the
+    first `hit` tokens are a reused prefix: their global entries are those of a run over them alone, and no
+    layer sees a window entry before position `first`.
     """
     c, T = net.config, len(ids)
     dead = [i == c.image_token_id for i in ids]
-    floor = max(0, (prompt or T) - keep) if keep is not None else 0
+    first, hit = behind or (0, 0)
+    floor = max(0, (prompt or T) - keep, first) if keep is not None else first
+    prefix = forward(net, ids[:hit]).store if hit else {}
     run = Run(torch.empty(0), gaps=[INFINITY] * T)
     gaps: list[list[float]] = [[] for _ in ids]
     X = bf16(net, net["embed.weight"][torch.tensor(ids)])[:, None].repeat(1, c.hc_mult, 1)
     p = torch.zeros(T, c.hc_mult, dtype=X.dtype)
     p[:, 0] = 1
-    store: dict[int, tuple[Tensor, Tensor | None]] = {}
-    state: dict[str, list] = {"selected": [[]] * T, "blocks": None}
+    store = run.store
+    state: dict[str, Any] = {"selected": [[]] * T, "blocks": None, "prefix": prefix}
     taps = []
     for l in range(c.num_hidden_layers):
         if l in c.engram_layer_ids:
@@ -551,7 +563,7 @@ def forward(net: Net, ids: list[int], *, keep: int | None = None, prompt: int | 
             "attn",
             X,
             p,
-            lambda x, l=l: attention(net, l, x, store, state, run, gaps, floor if l >= net.split() else 0),
+            lambda x, l=l: attention(net, l, x, store, state, run, gaps, (first, floor)[l >= net.split()]),
         )
         X, p = sublayer(
             net,
@@ -593,6 +605,11 @@ def attention(net: Net, l: int, x: Tensor, store, state, run: Run, gaps, floor: 
     Q, local = queries(net, l, at, a, positions), window_keys(net, l, at, x, positions)
     if ratio and l in c.kv_source_layer_ids:
         store[l] = compress(net, l, at, x)
+        if old := state["prefix"].get(l):
+            store[l] = tuple(
+                new if new is None else torch.cat((held, new[len(held) :]))
+                for held, new in zip(old, store[l], strict=True)
+            )
     if ratio and l in c.index_source_layer_ids:
         scores = index_scores(net, l, at, x, a, store[net.kv_source(l)][1], positions)
         state["selected"] = run.selections[l] = select(net, l, scores.tolist(), state, run, gaps)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from dskit.config import ModelConfig
+from dskit.engine.pools import backtrack
 
 
 class EngineConfigError(ValueError):
@@ -39,17 +40,25 @@ class EngineConfig:
     """Decoder rows of a prompt: "off" all; "mask", "compact" (approximate) the last `keep_tokens`."""
     keep_tokens: int | None = None
     """Rows kept by replay; None: the window and twice what a request may be rolled back."""
+    enable_prefix_caching: bool = True
+    """Keep the blocks of prompts and answers, and start a prompt behind what is known of it."""
     exact_prefix: bool = True
-    """How a reused prefix gets its windows; no prefix is reused yet, so both values are exact."""
+    """Windows of a reused prefix: from snapshots (exact), or rebuilt from its last tokens (approximate)."""
+    replay_tokens: int | None = None
+    """Rows before the new ones from which windows are rebuilt; None: the window."""
+    num_snapshots: int | None = None
+    """Snapshots kept for exact prefixes; None: four per sequence."""
+    canary: str = "off"
+    """Check every step's reads and writes against a shadow of the caches: "off", "log", "raise"."""
+    sliding_window: int | None = None
+    """The model's window; no setting, `of` fills it in."""
 
     @classmethod
     def of(cls, model: ModelConfig, **settings) -> EngineConfig:
         """Fill in what depends on the model and check everything; None counts as not given."""
-        unknown = sorted(set(settings) - {f.name for f in fields(cls)})
-        if unknown:
-            raise EngineConfigError(
-                f"{unknown[0]} is no setting of the engine; it has {[f.name for f in fields(cls)]}"
-            )
+        known = [f.name for f in fields(cls) if f.name != "sliding_window"]
+        if unknown := sorted(set(settings) - set(known)):
+            raise EngineConfigError(f"{unknown[0]} is no setting of the engine; it has {known}")
         cfg = cls(**{k: v for k, v in settings.items() if v is not None})
         for name in _COUNTS:
             value = getattr(cfg, name)
@@ -59,17 +68,25 @@ class EngineConfig:
         length = cfg.max_model_len or model.max_position_embeddings
         block = cfg.block_size or math.ceil(2 * model.sliding_window / ratios) * ratios
         tokens = max(math.ceil(length / 0.8), cfg.max_num_seqs * min(length, 4096))
+        window = model.sliding_window
+        exact = cfg.exact_prefix and cfg.enable_prefix_caching
         cfg = replace(
             cfg,
             max_model_len=length,
             block_size=block,
             num_blocks=cfg.num_blocks or math.ceil(tokens / block),
+            keep_tokens=cfg.keep_tokens or window + 2 * backtrack(model),
+            replay_tokens=cfg.replay_tokens or window,
+            sliding_window=window,
+            num_snapshots=(cfg.num_snapshots or 4 * cfg.max_num_seqs) if exact else 0,
         )
         cfg._check(model, ratios)
         return cfg
 
     def _check(self, model: ModelConfig, ratios: int) -> None:
         """The rules between settings; raises EngineConfigError."""
+        if self.canary not in ("off", "log", "raise"):
+            raise EngineConfigError(f"canary is {self.canary!r}; choose off, log or raise")
         if not 2 <= self.max_model_len <= model.max_position_embeddings:
             raise EngineConfigError(
                 f"max_model_len is {self.max_model_len}; this model's positions allow 2 to "
@@ -86,6 +103,26 @@ class EngineConfig:
                 f"max_model_len {self.max_model_len} may take 80 % of it at most; raise num_blocks to "
                 f"{math.ceil(self.max_model_len / 0.8 / self.block_size)} or lower max_model_len"
             )
+        if self.enable_prefix_caching and not self.exact_prefix:
+            self._check_replay(model)
+
+    def _check_replay(self, model: ModelConfig) -> None:
+        """What rebuilding windows after a prefix hit asks for; raises EngineConfigError."""
+        if not model.is_v41:
+            raise EngineConfigError(
+                "exact_prefix is False, but a V4 model compresses overlapping groups in every layer, which "
+                "its last tokens cannot rebuild; use exact_prefix=True or enable_prefix_caching=False"
+            )
+        if self.replay_tokens < model.sliding_window:
+            raise EngineConfigError(
+                f"replay_tokens is {self.replay_tokens}; the window needs {model.sliding_window}"
+            )
+        least = self.replay_tokens + self.block_size
+        if self.max_num_batched_tokens < least:
+            raise EngineConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; behind a reused prefix a step "
+                f"holds replay_tokens and one block, {least}; raise it or set exact_prefix=True"
+            )
 
 
 _COUNTS = (
@@ -97,4 +134,6 @@ _COUNTS = (
     "max_queued_requests",
     "prefill_interval",
     "keep_tokens",
+    "replay_tokens",
+    "num_snapshots",
 )

@@ -116,7 +116,7 @@ class LLM:
             model,
             num_blocks=cfg.num_blocks,
             block_size=cfg.block_size,
-            num_slots=cfg.max_num_seqs,
+            num_slots=cfg.max_num_seqs + cfg.num_snapshots,
             replay=cfg.replay,
             keep=cfg.keep_tokens,
         )
@@ -284,12 +284,14 @@ class LLM:
             changed = {op: (before[op], after[op]) for op in after if before[op] != after[op]}
             graphs = self.engine.runner.graphs
             captured = graphs.recapture() if graphs else 0
+            self.engine.forget()
             return Swap(changed, captured, 1e3 * (begin - asked), 1e3 * (time.perf_counter() - begin))
 
         return self.engine.between_steps(change)
 
     def stats(self) -> dict[str, int]:
-        """running, waiting, blocks_free, blocks_total, slots_free, steps, tokens, preemptions."""
+        """running, waiting, blocks_free (cached ones too), blocks_total, blocks_cached, slots_free, steps,
+        tokens, preemptions, evictions."""
         return self.engine.stats()
 
     @property

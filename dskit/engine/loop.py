@@ -27,11 +27,13 @@ from typing import Any
 
 import torch
 
+from dskit.engine.canary import Canary
 from dskit.engine.config import EngineConfig
 from dskit.engine.runner import Work
 from dskit.engine.sampler import NOT_FINITE, sample
 from dskit.engine.scheduler import Scheduler
 from dskit.engine.seq import (
+    Chunk,
     Request,
     RequestError,
     Result,
@@ -168,6 +170,7 @@ class Engine:
         self._turn = threading.RLock()  # held by the thread that takes a step
         self._thread: threading.Thread | None = None
         self._open: StepPlan | None = None  # planned, not yet committed
+        self._canary = Canary(cfg, self.scheduler) if cfg.canary != "off" else None
         self._records: deque[StepRecord] = deque(maxlen=4096)
         self._times = [0.0, 0.0]
         self.steps = self.tokens = 0
@@ -182,11 +185,12 @@ class Engine:
         *,
         request_id: str | None = None,
         scoring: bool = False,
+        cache_salt: str = "",
     ) -> Handle:
         """Check a request and put it into the inbox; `scoring` asks for the logits of all its rows."""
         ids = self._check_prompt(prompt_ids, scoring)
         params = self._check_params(params or SamplingParams(), len(ids), scoring)
-        request = Request(request_id or f"req-{secrets.token_hex(8)}", ids, params, scoring)
+        request = Request(request_id or f"req-{secrets.token_hex(8)}", ids, params, scoring, cache_salt)
         seq = Sequence(request, TextStream(self._decode, params.stop))
         handle = Handle(self, seq)
         with self._news:
@@ -278,13 +282,25 @@ class Engine:
         return {
             "running": len(s.running),
             "waiting": len(s.waiting) + len(self._inbox),
-            "blocks_free": s.blocks.free_count,
+            "blocks_free": s.free_blocks,
             "blocks_total": s.blocks.total,
+            "blocks_cached": len(s.tree.nodes),
             "slots_free": s.slots.free_count,
             "steps": self.steps,
             "tokens": self.tokens,
             "preemptions": s.preemptions,
+            "evictions": s.tree.evictions,
         }
+
+    def check(self) -> None:
+        """Raise CanaryError if a block or slot is lost, or held by nobody; needs a canary."""
+        with self._turn:
+            self._canary.check_books([])
+
+    def forget(self) -> None:
+        """Reuse nothing that was computed until now: call it when kernels or weights have changed."""
+        with self._turn:
+            self.scheduler.tree.clear()
 
     def trace(self) -> list[StepRecord]:
         """The newest steps and their times."""
@@ -314,13 +330,10 @@ class Engine:
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the model over the planned rows and sample; a failure becomes the result's `error`."""
         begin = time.perf_counter()
+        if self._canary:
+            self._canary.poison(plan.copies)
         try:
-            logits = self.runner.run(
-                [
-                    Work(c.seq.slot, c.seq.blocks, c.seq.tokens, c.start, c.stop, c.seq.prompt_len, c.want)
-                    for c in plan.chunks
-                ]
-            )
+            logits = self.runner.run([_work(chunk) for chunk in plan.chunks], plan.copies)
             result = StepResult(_outputs(plan, logits))
         except Exception as error:
             logger.exception("a %s step of %d rows failed", plan.kind, plan.rows)
@@ -335,7 +348,11 @@ class Engine:
                 raise RuntimeError("this plan is not the open one; every plan is committed once")
             begin = time.perf_counter()
             self._open = None
+            if self._canary and result.error is None:
+                self._canary.follow(plan)
             events = self.scheduler.commit(plan, result)
+            if self._canary:
+                self._canary.check_books([])
             self._send(events)
             self.steps += 1
             self.tokens += sum(event.token_id is not None for event in events)
@@ -451,6 +468,12 @@ class Engine:
                 param="replay",
             )
         return params
+
+
+def _work(c: Chunk) -> Work:
+    """What the runner needs to know of a chunk."""
+    s = c.seq
+    return Work(s.slot, s.blocks, s.tokens, c.start, c.stop, s.prompt_len, c.want, c.fresh, c.saves)
 
 
 def _outputs(plan: StepPlan, logits_RV: torch.Tensor) -> list:

@@ -15,7 +15,7 @@ Source: engine.md section 6; model.md section 5.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -23,39 +23,67 @@ from dskit.config import ModelConfig
 from dskit.layers.linear import Numerics
 from dskit.layers.mla import Memory
 
+LEAST_BACKTRACK = 6  # rows beyond the window that every ring holds
+
 
 class Pool:
-    """Numbered resources 1 .. total; freed ones go to the back, so what was freed last is reused last."""
+    """Numbered resources `first` .. `first + total - 1`; what was freed last is reused last.
 
-    def __init__(self, total: int):
+    A number that is handed out has one holder; `share` adds holders, and the last `free` gives it back.
+    """
+
+    def __init__(self, total: int, first: int = 1):
         self.total = total
-        self._free = deque(range(1, total + 1))
-        self._taken: set[int] = set()
+        self._free = deque(range(first, first + total))
+        self._holders: dict[int, int] = {}
+        self.on_free: Callable[[int], None] | None = None  # told of every number that is given back
 
     @property
     def free_count(self) -> int:
         """How many can be handed out now."""
         return len(self._free)
 
+    @property
+    def numbers(self) -> set[int]:
+        """Those that are out."""
+        return set(self._holders)
+
+    def holders(self, number: int) -> int:
+        """How many hold this number; 0 when it is free."""
+        return self._holders.get(number, 0)
+
     def take(self, count: int) -> list[int] | None:
         """`count` numbers, or None when fewer are free."""
         if count > len(self._free):
             return None
         taken = [self._free.popleft() for _ in range(count)]
-        self._taken.update(taken)
+        self._holders.update(dict.fromkeys(taken, 1))
         return taken
 
-    def free(self, numbers: Iterable[int]) -> None:
-        """Give numbers back; raises ValueError for one that is not out."""
+    def share(self, numbers: Iterable[int]) -> None:
+        """One holder more for each number; raises ValueError for one that is not out."""
         for number in numbers:
-            if number not in self._taken:
-                raise ValueError(f"{type(self).__name__}: {number} is freed, but was not handed out")
-            self._taken.remove(number)
-            self._free.append(number)
+            self._require(number, "shared")
+            self._holders[number] += 1
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """One holder less for each number; raises ValueError for one that is not out."""
+        for number in numbers:
+            self._require(number, "freed")
+            self._holders[number] -= 1
+            if not self._holders[number]:
+                del self._holders[number]
+                self._free.append(number)
+                if self.on_free is not None:
+                    self.on_free(number)
+
+    def _require(self, number: int, verb: str) -> None:
+        if number not in self._holders:
+            raise ValueError(f"{type(self).__name__}: {number} is {verb}, but was not handed out")
 
 
 class Blocks(Pool):
-    """Cache blocks of `block_size` positions."""
+    """Cache blocks of `block_size` positions; several sequences and the prefix tree may hold one."""
 
     def __init__(self, num_blocks: int, block_size: int):
         super().__init__(num_blocks)
@@ -67,7 +95,7 @@ class Blocks(Pool):
 
 
 class Slots(Pool):
-    """State slots, one per running sequence."""
+    """State slots: one per running sequence, and one per snapshot of such a state."""
 
     def alloc(self) -> int | None:
         """A slot, or None when all are taken."""
@@ -81,7 +109,7 @@ class Slots(Pool):
 
 def backtrack(config: ModelConfig) -> int:
     """Most tokens that a request may be rolled back; rings hold this many rows beyond what is read."""
-    return max(6, config.dspark_block_size + 1)
+    return max(LEAST_BACKTRACK, config.dspark_block_size + 1)
 
 
 def members(config: ModelConfig, ratio: int) -> int:
@@ -126,7 +154,32 @@ def allocate(config: ModelConfig, numerics: Numerics, *, num_blocks: int, block_
     return memory
 
 
+def slot_tables(memory: Memory) -> list[torch.Tensor]:
+    """The tensors that are divided into slots."""
+    return [t for kind in (memory.windows, memory.carries, memory.index_carries) for t in kind.values()]
+
+
+def block_tables(memory: Memory) -> list[torch.Tensor]:
+    """The tensors that are divided into blocks."""
+    return [t for kind in (memory.entries, memory.keys) for t in kind.values()]
+
+
+def copy(tables: list[torch.Tensor], pairs: dict[int, int], count: int) -> None:
+    """Copy whole slots or blocks, target -> source, in tables of `count` of them and the reserved one."""
+    if not pairs or not tables:
+        return
+    index = torch.tensor([list(pairs), list(pairs.values())], device=tables[0].device)
+    for table in tables:
+        parts = table.view(torch.uint8).unflatten(0, (count + 1, -1))  # bytes: whatever the rows hold
+        parts.index_copy_(0, index[0], parts[index[1]])
+
+
+def wipe(tables: list[torch.Tensor], numbers: list[int], count: int) -> None:
+    """Fill slots or blocks with bytes that are NaN in every format: what reads them is seen."""
+    for table in tables if numbers else ():
+        table.view(torch.uint8).unflatten(0, (count + 1, -1))[numbers] = 0xFF
+
+
 def memory_bytes(memory: Memory) -> int:
     """Bytes that the caches take."""
-    tables = (memory.windows, memory.entries, memory.keys, memory.carries, memory.index_carries)
-    return sum(t.nbytes for table in tables for t in table.values())
+    return sum(t.nbytes for t in slot_tables(memory) + block_tables(memory))

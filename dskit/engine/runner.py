@@ -5,16 +5,19 @@ are packed one after another; everything a layer needs to find its neighbours (r
 entries, n-grams, angles) is worked out here once per step, in numpy, and shared by all layers.
 
 Bounded replay: decoder layers see windows only from `prompt_len - keep` on (`mask`), or run on those rows
-only (`compact`); both give the same logits for the rows they keep.
+only (`compact`); both give the same logits for the rows they keep. Behind a reused prefix without a snapshot,
+the rows of its end are there a second time (`Work.fresh`): they read the global entries that are cached, see
+windows from the first of them on, and write windows only.
 
-State: the caches are owned here; a slot needs no reset, since a new sequence reads only what it wrote.
+State: the caches are owned here; a slot needs no reset, since a new sequence reads only what it wrote, or
+what was copied for it before the step.
 Errors: ValueError for replay settings that the model cannot serve.
 Source: engine.md sections 3, 6.5, 8.1; model.md 3.15.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.engine import pools
+from dskit.engine.seq import Copies
 from dskit.layers.compress import GroupPlan
 from dskit.layers.indexer import Segment
 from dskit.layers.rope import turns
@@ -31,7 +35,11 @@ from dskit.model import Model, Step
 
 @dataclass
 class Work:
-    """New rows [start, stop) of one sequence; `tokens` holds its ids up to stop at least."""
+    """New rows [start, stop) of one sequence; `tokens` holds its ids up to stop at least.
+
+    Rows before `fresh` (None: there are none) only rebuild windows. `saves`: (position, slot) pairs; that
+    slot gets the windows and carries as they are before that position, as far as these rows write them.
+    """
 
     seq_slot: int
     blocks: list[int]
@@ -40,6 +48,8 @@ class Work:
     stop: int
     prompt_len: int
     want: str = "last"  # which rows' logits: last, all, none
+    fresh: int | None = None
+    saves: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Layout:
@@ -47,19 +57,22 @@ class Layout:
 
     def __init__(self, starts: np.ndarray, stops: np.ndarray, slots: np.ndarray):
         self.starts, self.stops, self.slots = starts, stops, slots
+        self.fresh, self.saves = starts, []
         self.counts = stops - starts
         self.offsets = np.concatenate(([0], self.counts.cumsum()))
         self.owner = np.repeat(np.arange(len(starts)), self.counts)
         self.pos = np.arange(self.offsets[-1]) - self.offsets[self.owner] + starts[self.owner]
 
 
-def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray, device) -> RingPlan:
+def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray, device,
+              saves: Saves = ()) -> RingPlan:
     """Where rows of `want` [R, U] (positions of sequence owner[R]; < 0: none) stand, and where new rows go.
 
     `reach` is the longest look back, itself included: few enough new rows are written before they are read.
+    `saves`: (owner, position, slot); the rows that a later one at that position reads go to that slot too.
     """
     own = owner[:, None]
-    if at.counts.max(initial=0) + reach - 1 <= ring:
+    if at.counts.max(initial=0) + reach - 1 <= ring and not saves:
         read = at.slots[own] * ring + want % ring
         history, kept, slots = None, None, at.slots[at.owner] * ring + at.pos % ring
     else:
@@ -74,12 +87,19 @@ def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.nda
                         before[own] + want - first[own])
         kept = np.flatnonzero(at.pos >= at.stops[at.owner] - ring)
         slots = at.slots[at.owner[kept]] * ring + at.pos[kept] % ring
+        for who, position, slot in saves:
+            pos = np.arange(max(at.starts[who], position - reach + 1), position)
+            kept = np.concatenate((kept, at.offsets[who] + pos - at.starts[who]))
+            slots = np.concatenate((slots, slot * ring + pos % ring))
     return RingPlan(_put(np.where(want < 0, -1, read), device), _put(history, device), _put(kept, device),
                     _put(slots, device))
 
 
 def _put(array: np.ndarray | None, device) -> Tensor | None:
     return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+Saves = list[tuple[int, int, int]]
 
 
 class ModelRunner:
@@ -89,6 +109,7 @@ class ModelRunner:
                  keep: int | None = None):
         self.model, self.config, self.block_size = model, model.config, block_size
         self.graphs = None  # captured steps, with a `recapture`; this version runs eagerly
+        self.num_blocks, self.num_slots = num_blocks, num_slots
         self.device = model.norm.weight.device
         self.replay, self.keep = replay, keep or self.config.sliding_window + 2 * pools.backtrack(self.config)
         if replay != "off":
@@ -108,24 +129,39 @@ class ModelRunner:
                              f"need {need}")
 
     @torch.inference_mode()
-    def run(self, work: list[Work]) -> Tensor:
-        """Logits, float32 [rows asked for, V], in row order; the caches then hold all new rows."""
+    def run(self, work: list[Work], copies: Copies | None = None) -> Tensor:
+        """Logits, float32 [rows asked for, V], in row order; the caches then hold all new rows.
+
+        `copies` of slots and blocks are made first.
+        """
+        if copies:
+            self._copy(copies)
         with ops.step("decode" if all(w.stop - w.start == 1 for w in work) else "prefill"):
             return self.model(self.step(work), self.memory)
+
+    def _copy(self, copies: Copies) -> None:
+        slots, blocks = pools.slot_tables(self.memory), pools.block_tables(self.memory)
+        pools.copy(slots, copies.slots, self.num_slots)
+        pools.copy(blocks, copies.blocks, self.num_blocks)
+        pools.wipe(slots, copies.wipe_slots, self.num_slots)
+        pools.wipe(blocks, copies.wipe_blocks, self.num_blocks)
 
     def step(self, work: list[Work]) -> Step:
         """The Step of a list of work: everything that layers need to know about these rows."""
         at = Layout(*(np.array([getattr(w, name) for w in work], dtype=np.int64)
                       for name in ("start", "stop", "seq_slot")))
+        at.fresh = np.array([w.start if w.fresh is None else w.fresh for w in work], dtype=np.int64)
+        at.saves = [(i, position, slot) for i, w in enumerate(work) for position, slot in w.saves]
+        floor = np.where(at.fresh > at.starts, at.starts, 0)  # first position whose windows are there
         tail_start = np.array([max(w.prompt_len - self.keep, 0) for w in work], dtype=np.int64)
-        floor = tail_start if self.replay != "off" else np.zeros_like(tail_start)
-        step = self._rows(work, at, floor)
+        late_floor = np.maximum(floor, tail_start) if self.replay != "off" else floor
+        step = self._rows(work, at, floor, late_floor)
         step.groups = {r: self._groups(work, at, r) for r in self._ratios}
         step.wanted = self._wanted(work, at)
-        if self.replay == "compact" and (at.starts < floor).any():
-            kept = np.flatnonzero(at.pos >= floor[at.owner])
-            late = Layout(np.minimum(np.maximum(at.starts, floor), at.stops), at.stops, at.slots)
-            tail = self._rows(work, late, floor)
+        if self.replay == "compact" and (at.starts < tail_start).any():
+            kept = np.flatnonzero(at.pos >= tail_start[at.owner])
+            late = Layout(np.minimum(np.maximum(at.starts, tail_start), at.stops), at.stops, at.slots)
+            tail = self._rows(work, late, floor, late_floor)
             tail.wanted = self._wanted(work, late)
             step.tail = _put(kept, self.device), tail
         return step
@@ -134,32 +170,36 @@ class ModelRunner:
     def _ratios(self) -> set[int]:
         return {self.config.ratio(s) for s in self.config.kv_source_layer_ids}
 
-    def _rows(self, work: list[Work], at: Layout, floor: np.ndarray) -> Step:
-        """What concerns the rows themselves; `floor`: first position that decoder windows show, per work."""
+    def _rows(self, work: list[Work], at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> Step:
+        """What concerns the rows themselves; floors: first position that windows show, per work."""
         config, pos = self.config, _put(at.pos, self.device)
         ids = np.concatenate([np.asarray(w.tokens[a:b], dtype=np.int64)
                               for w, a, b in zip(work, at.starts, at.stops, strict=True)])
         rope = {flag: turns(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
         image = (ids == config.image_token_id if config.image_token_id is not None
                  else np.zeros(len(ids), bool))
-        step = Step(_put(ids, self.device), pos, rope, self._windows(at, floor), split=config.split)
+        step = Step(_put(ids, self.device), pos, rope, self._windows(at, floor, late_floor),
+                    split=config.split)
         step.image = _put(image, self.device) if image.any() else None
         step.segments = {r: self._segments(work, at, r) for r in self._ratios}
         if config.engram_layer_ids:
             step.gram = self._grams(work, at)
         return step
 
-    def _windows(self, at: Layout, floor: np.ndarray) -> tuple[RingPlan, RingPlan]:
+    def _windows(self, at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> tuple[RingPlan, RingPlan]:
+        """Plans of encoder and decoder layers; one and the same where both see as far back."""
+        early = self._window(at, floor)
+        return early, early if (floor == late_floor).all() else self._window(at, late_floor)
+
+    def _window(self, at: Layout, floor: np.ndarray) -> RingPlan:
         window, ring = self.config.sliding_window, pools.window_ring(self.config)
         want = at.pos[:, None] + np.arange(1 - window, 1)
-        early = ring_plan(at, ring, window, at.owner, want, self.device)
-        if not floor.any():
-            return early, early
-        seen = np.where(want >= floor[at.owner, None], want, -1)
-        return early, ring_plan(at, ring, window, at.owner, seen, self.device)
+        if floor.any():
+            want = np.where(want >= floor[at.owner, None], want, -1)
+        return ring_plan(at, ring, window, at.owner, want, self.device, at.saves)
 
     def _groups(self, work: list[Work], at: Layout, ratio: int) -> GroupPlan:
-        first, stop = at.starts // ratio, at.stops // ratio  # entries completed by these rows
+        first, stop = at.fresh // ratio, at.stops // ratio  # entries completed by these rows
         count = stop - first
         owner = np.repeat(np.arange(len(work)), count)
         entry = np.arange(len(owner)) - (count.cumsum() - count)[owner] + first[owner]
@@ -170,9 +210,13 @@ class ModelRunner:
         if ratio > 1 or not self.config.is_v41:
             members = pools.members(self.config, ratio)
             want = (entry[:, None] + 1) * ratio + np.arange(-members, 0)
-            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, want, self.device)
+            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, want, self.device,
+                             at.saves)
         turn = turns(_put(entry * ratio, self.device), self.model.frequency_1)
-        return GroupPlan(ring, turn, _put(block * per_block + entry % per_block, self.device))
+        slots = _put(block * per_block + entry % per_block, self.device)
+        again = (at.fresh > at.starts).any()
+        rows = np.flatnonzero(at.pos >= at.fresh[at.owner]) if again else None
+        return GroupPlan(ring, turn, slots, _put(rows, self.device))
 
     def _segments(self, work: list[Work], at: Layout, ratio: int) -> list[Segment]:
         """Runs of works with equally many rows; each with a table of the pool rows of all visible entries."""

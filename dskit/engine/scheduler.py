@@ -6,12 +6,19 @@ blocks for all of it are free, and enough besides for what the running sequences
 When decode finds no block all the same, the sequence with the longest output gives up its own and is computed
 again later: positions, seed and tokens are kept, so its output does not change.
 
+A prompt that begins like an earlier one starts behind what the prefix tree (tree.py) knows of it. The windows
+at that point come from a snapshot (`exact_prefix`), or the first chunk also recomputes the rows before it.
+Snapshots are taken at the last block border of a prompt, where two prompts were seen to part, and at the last
+border that an answer has crossed. A state slot stands still between two steps and reaches a little beyond the
+window, so a border within SLACK rows of the end of a chunk is copied afterwards; for an earlier one the
+chunk's rows are written to both slots as they pass (`Chunk.saves`).
+
 Shapes: plain Python data; no tensor is read here.
-State: `waiting` (front first; at most the first one has part of its prompt in the caches), `running`, and the
-index sides of the two pools. `plan` and `commit` take turns; between a commit and the next plan `add` and
-`finish` (an abort, from whatever state) may be called.
+State: `waiting` (front first; at most the first one has part of its prompt in the caches), `running`, the
+tree, and the index sides of the two pools. `plan` and `commit` take turns; between a commit and the next plan
+`add` and `finish` (an abort, from whatever state) may be called.
 Errors: none; a request that can't be served never gets here (loop.Engine.submit checks it).
-Source: engine.md section 4; the estimate of future output is SGLang's.
+Source: engine.md sections 4, 7 and 8; the estimate of future output is SGLang's.
 """
 
 from __future__ import annotations
@@ -21,7 +28,10 @@ from collections import deque
 from collections.abc import Container
 
 from dskit.engine.config import EngineConfig
-from dskit.engine.seq import Chunk, Sampled, Sequence, Status, StepPlan, StepResult, TokenEvent
+from dskit.engine.pools import LEAST_BACKTRACK as SLACK
+from dskit.engine.pools import Blocks, Slots
+from dskit.engine.seq import Chunk, Copies, Sampled, Sequence, Status, StepPlan, StepResult, TokenEvent
+from dskit.engine.tree import Node, PrefixTree
 
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 LONGEST_GUESS = 4096  # tokens: nobody is assumed to produce more than this from here on
@@ -29,15 +39,22 @@ USAGE_LIMIT = 0.9  # share of the blocks in use above which no new prompt is sta
 
 
 class Scheduler:
-    """Queues and plans; `blocks` and `slots` are pools.Blocks and pools.Slots."""
+    """Queues and plans; `blocks` and `slots` are the pools of the running sequences."""
 
-    def __init__(self, cfg: EngineConfig, blocks, slots, eos_ids: Container[int] = ()):
+    def __init__(self, cfg: EngineConfig, blocks: Blocks, slots: Slots, eos_ids: Container[int] = ()):
         self.cfg, self.blocks, self.slots, self.eos_ids = cfg, blocks, slots, eos_ids
+        self.tree = PrefixTree(blocks, Slots(cfg.num_snapshots or 0, first=slots.total + 1))
+        self.copies = Copies()  # to be made before the next step
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.ratio = FIRST_RATIO  # share of max_tokens that running sequences are expected to use
         self.decodes = 0  # decode steps since the last prefill step
         self.preemptions = 0
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that a sequence can get: free ones, and those that only the tree holds."""
+        return self.blocks.free_count + len(self.tree.idle)
 
     @property
     def has_work(self) -> bool:
@@ -60,14 +77,16 @@ class Scheduler:
             if rows := self._plan_decode():
                 self.decodes += 1
                 self.ratio = max(LAST_RATIO, self.ratio - (FIRST_RATIO - LAST_RATIO) / DECAY_STEPS)
-                return StepPlan("decode", rows)
-            chunks = (
-                self._plan_prefill()
-            )  # decode may just have given all its blocks up to a half-done prompt
+                return StepPlan("decode", rows, self._take_copies())
+            chunks = self._plan_prefill()  # decode may have given all its blocks up to a half-done prompt
         if not chunks:
             return None
         self.decodes = 0
-        return StepPlan("prefill", chunks)
+        return StepPlan("prefill", chunks, self._take_copies())
+
+    def _take_copies(self) -> Copies:
+        copies, self.copies = self.copies, Copies()
+        return copies
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -76,15 +95,16 @@ class Scheduler:
         chunks, budget = [], self.cfg.max_num_batched_tokens
         while self.waiting and budget:
             seq = self.waiting[0]
-            rows = self._chunk_rows(len(seq.tokens) - seq.num_computed, budget, alone=not chunks)
-            if not rows or not (seq.slot or self._admit(seq)):
+            if not (seq.slot or self._admit(seq)):
                 break
-            stop = seq.num_computed + rows
-            last = stop == len(seq.tokens)
-            want = "all" if seq.request.scoring else "last" if last else "none"
-            chunks.append(Chunk(seq, seq.num_computed, stop, want))
-            budget -= rows
-            if not last:
+            left = len(seq.tokens) - seq.num_computed
+            rows = self._chunk_rows(left, budget - seq.replay, alone=not chunks)
+            if not rows:
+                break
+            chunk = self._chunk(seq, seq.num_computed + rows)
+            chunks.append(chunk)
+            budget -= chunk.stop - chunk.start
+            if rows < left:
                 break
             self.waiting.popleft()
             self.running.append(seq)
@@ -95,20 +115,68 @@ class Scheduler:
         """All rows if they fit, else whole blocks; less than a block only if the step is empty so far."""
         if rows <= budget:
             return rows
-        return budget // self.cfg.block_size * self.cfg.block_size or (budget if alone else 0)
+        whole = max(budget, 0) // self.cfg.block_size * self.cfg.block_size
+        return whole or (budget if alone else 0)
+
+    def _chunk(self, seq: Sequence, stop: int) -> Chunk:
+        """The next rows of a prompt, the replayed ones before them, and the snapshots within."""
+        start, seq.replay = seq.num_computed - seq.replay, 0
+        want = "all" if seq.request.scoring else "last" if stop == len(seq.tokens) else "none"
+        chunk = Chunk(seq, start, stop, want, seq.num_computed)
+        for mark in seq.marks:
+            if start < mark < stop - SLACK and (slot := self.tree.room()) is not None:
+                chunk.saves.append((mark, slot))
+                if mark - self.cfg.sliding_window < start:  # its window begins before these rows
+                    self.copies.slot(seq.slot, slot)
+        return chunk
 
     def _admit(self, seq: Sequence) -> bool:
         """Give a sequence its slot and all blocks of its prompt, if enough is left for the running."""
-        need = self._blocks_for(len(seq.tokens))
-        if self.running:
-            used = self.blocks.total - self.blocks.free_count
-            reserved = sum(self._future_blocks(one) for one in self.running)
-            if used > USAGE_LIMIT * self.blocks.total or need + reserved > self.blocks.free_count:
-                return False
-        if need > self.blocks.free_count or (slot := self.slots.alloc()) is None:
+        if not self.slots.free_count:
             return False
-        seq.slot, seq.blocks = slot, self.blocks.alloc(need)
+        path = self._match(seq)
+        need = self._blocks_for(len(seq.tokens)) - len(path)
+        free = self.free_blocks - sum(node.key in self.tree.idle for node in path)
+        if self.running:
+            reserved = sum(self._future_blocks(one) for one in self.running)
+            if free < (1 - USAGE_LIMIT) * self.blocks.total or need + reserved > free:
+                return False
+        if need > free:
+            return False
+        self.tree.hold(path)
+        seq.slot, seq.path = self.slots.alloc(), path
+        seq.blocks = [node.block for node in path] + self._take(need)
+        seq.num_computed = len(path) * self.cfg.block_size
+        if not seq.preemptions:
+            seq.cached_tokens = seq.num_computed
+        if path and self.cfg.exact_prefix:
+            self.copies.slot(path[-1].snapshot, seq.slot)
+        elif path:
+            seq.replay = min(seq.num_computed, self.cfg.replay_tokens)
         return True
+
+    def _match(self, seq: Sequence) -> list[Node]:
+        """The nodes that a sequence can start behind; notes where its prompt should leave snapshots."""
+        cfg, length = self.cfg, len(seq.tokens)
+        if seq.request.scoring or not cfg.enable_prefix_caching:
+            return []
+        path = self.tree.find(seq, length - 1)  # one row has to be computed
+        if not cfg.exact_prefix:
+            return path if len(path) * cfg.block_size > cfg.replay_tokens else []
+        last = length - 1
+        if cfg.replay != "off":  # decoder windows are those of this prompt's own last rows
+            last = max(0, seq.prompt_len - cfg.keep_tokens)
+        borders = {len(path), last // cfg.block_size, length // cfg.block_size}
+        del path[last // cfg.block_size :]
+        while path and not path[-1].snapshot:
+            path.pop()
+        seq.marks = [border * cfg.block_size for border in sorted(borders) if border > len(path)]
+        return path
+
+    def _take(self, count: int) -> list[int] | None:
+        """So many blocks, taken from the tree if none are free."""
+        self.tree.evict(count - self.blocks.free_count)
+        return self.blocks.alloc(count)
 
     def _blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many positions."""
@@ -128,11 +196,11 @@ class Scheduler:
         for seq in sorted(short, key=_output_length):
             while seq.status is Status.RUNNING and not self._grow(seq):
                 self._preempt(max(self.running, key=_output_length))
-        return [Chunk(seq, len(seq.tokens) - 1, len(seq.tokens), "last") for seq in self.running]
+        return [Chunk(s, len(s.tokens) - 1, len(s.tokens), "last", len(s.tokens) - 1) for s in self.running]
 
     def _grow(self, seq: Sequence) -> bool:
         """Give the sequence one more block; False when none is free."""
-        ids = self.blocks.alloc(1)
+        ids = self._take(1)
         seq.blocks += ids or []
         return bool(ids)
 
@@ -155,19 +223,46 @@ class Scheduler:
         events = []
         outputs = result.outputs if result.error is None else [None] * len(plan.chunks)
         for chunk, output in zip(plan.chunks, outputs, strict=True):
-            if chunk.seq.status is Status.FINISHED:  # ended after the plan was made
-                continue
             seq, error = chunk.seq, result.error or getattr(output, "error", None)
-            if error:
-                events.append(self.finish(seq, "error", error))
+            if error or seq.status is Status.FINISHED:  # ended after the plan was made
+                for _, slot in chunk.saves:
+                    self.tree.snapshots.free(slot)
+                if seq.status is not Status.FINISHED:
+                    events.append(self.finish(seq, "error", error))
                 continue
             seq.num_computed = chunk.stop
+            self._publish(chunk)
             if chunk.want == "all":
                 seq.logits.append(output)
                 events += [self.finish(seq, "stop")] if seq.num_computed == len(seq.tokens) else []
             elif chunk.want == "last":
                 events.append(self._append(seq, output))
         return events
+
+    def _publish(self, chunk: Chunk) -> None:
+        """Let others use the blocks that this chunk filled, and keep the snapshots at their borders."""
+        seq, size = chunk.seq, self.cfg.block_size
+        if not self.cfg.enable_prefix_caching or seq.num_computed // size == len(seq.path):
+            return
+        self.tree.publish(seq)
+        for mark, slot in chunk.saves:
+            self.tree.keep(seq.path[mark // size - 1], slot)
+        if not self.cfg.exact_prefix:
+            return
+        for mark in seq.marks:
+            if chunk.start < mark <= chunk.stop <= mark + SLACK:
+                self._snapshot(seq, seq.path[mark // size - 1])
+        if chunk.stop > seq.prompt_len and chunk.stop <= len(seq.path) * size + SLACK:
+            self.tree.forget(seq.trail)  # one is enough for an answer
+            seq.trail = self._snapshot(seq, seq.path[-1])
+
+    def _snapshot(self, seq: Sequence, node: Node) -> Node | None:
+        """Keep the sequence's state with the node that it has just passed; None where it has one already."""
+        if node.snapshot or (slot := self.tree.room()) is None:
+            return None
+        self.copies.slot(seq.slot, slot)
+        self.tree.keep(node, slot)
+        return node
 
     def _append(self, seq: Sequence, one: Sampled) -> TokenEvent:
         """Add a sampled token, see whether it ends the sequence, and make its event."""
@@ -196,18 +291,22 @@ class Scheduler:
         """End a sequence from whatever state it is in: off its queue, all freed, with its last event."""
         queue = self.waiting if seq.status is Status.WAITING else self.running
         queue.remove(seq)
+        path = seq.path
         self._release(seq)
+        if error:  # whatever went wrong may be in its blocks
+            self.tree.drop(path)
         seq.status, seq.finish_reason, seq.error = Status.FINISHED, reason, error
         one = sampled or Sampled(None)
         text += "" if error else seq.text.finish()
         return TokenEvent(seq.request.request_id, one.token_id, text, one.logprob, one.top, reason, error)
 
     def _release(self, seq: Sequence) -> None:
-        """Give blocks and slot back, last block first."""
+        """Give blocks and slot back, last block first; whole ones stay in the tree until they are needed."""
         if seq.slot:
-            self.blocks.free(seq.blocks[::-1])
+            self.blocks.free(seq.blocks[: len(seq.path) - 1 : -1] if seq.path else seq.blocks[::-1])
+            self.tree.release(seq.path)
             self.slots.free(seq.slot)
-        seq.blocks, seq.slot = [], 0
+        seq.blocks, seq.path, seq.slot = [], [], 0
 
 
 def _output_length(seq: Sequence) -> tuple[int, int]:

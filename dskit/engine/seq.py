@@ -154,12 +154,16 @@ FROM_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its resolved parameters; `scoring` asks for the logits of all rows instead."""
+    """A prompt with its resolved parameters; `scoring` asks for the logits of all rows instead.
+
+    Requests with another `cache_salt` share no cached prefix with this one.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     scoring: bool = False
+    cache_salt: str = ""
 
 
 class Status(Enum):
@@ -179,7 +183,7 @@ class Sequence:
 
     Invariant between steps: `num_computed <= len(tokens)`, and `blocks` cover at least `num_computed`
     positions. Slot 0 means none. The newest token is not in the caches yet: its row is computed by the next
-    decode step.
+    decode step. `path` are the tree's nodes of the first blocks, `keys` what they are found by.
     """
 
     request: Request
@@ -188,6 +192,12 @@ class Sequence:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    path: list = field(default_factory=list)  # tree.Node
+    replay: int = 0  # rows before num_computed whose windows the next chunk has to rebuild
+    marks: list[int] = field(default_factory=list)  # positions of the prompt to take a snapshot at
+    trail: Any = None  # the node with the newest snapshot of the answer
+    cached_tokens: int = 0  # of the prompt, found in the tree when it was first admitted
     status: Status = Status.WAITING
     finish_reason: str | None = None
     error: str | None = None
@@ -226,7 +236,7 @@ class Sequence:
         return Usage(
             self.prompt_len,
             n,
-            0,
+            self.cached_tokens,
             self.first_token - self.arrived if n else None,
             (n - 1) / span if n > 1 and span > 0 else None,
         )
@@ -246,18 +256,43 @@ class Sequence:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """Rows `start` to `stop` (absolute positions) of one sequence in one step.
 
     `want` says which of them need logits: "last" (a token is sampled), "all" (scoring), "none" (more chunks
-    follow).
+    follow). Rows before `fresh` are there to rebuild windows: their global entries are cached already.
+    `saves`: (position, slot) pairs; the state as it is at that position is kept in that slot too.
     """
 
     seq: Sequence
     start: int
     stop: int
     want: str
+    fresh: int
+    saves: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Copies:
+    """Whole state slots and blocks to copy before a step, target -> source; all are read before any is
+    written. After that, those to wipe (canary.py) are filled with NaN."""
+
+    slots: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, int] = field(default_factory=dict)
+    wipe_slots: list[int] = field(default_factory=list)
+    wipe_blocks: list[int] = field(default_factory=list)
+
+    def slot(self, source: int, target: int) -> None:
+        """Copy a slot, as the copies before this one leave it."""
+        self.slots[target] = self.slots.get(source, source)
+
+    def block(self, source: int, target: int) -> None:
+        """Copy a block, as the copies before this one leave it."""
+        self.blocks[target] = self.blocks.get(source, source)
+
+    def __bool__(self) -> bool:
+        return bool(self.slots or self.blocks or self.wipe_slots or self.wipe_blocks)
 
 
 @dataclass(frozen=True)
@@ -266,6 +301,7 @@ class StepPlan:
 
     kind: str
     chunks: list[Chunk]
+    copies: Copies = field(default_factory=Copies)
 
     @property
     def rows(self) -> int:
@@ -319,8 +355,8 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts in tokens; `ttft_s` from submission to the first token; `decode_tok_s` over the tokens after
-    it."""
+    """Counts in tokens; `cached_tokens` of the prompt came from the prefix cache; `ttft_s` from submission to
+    the first token; `decode_tok_s` over the tokens after it."""
 
     prompt_tokens: int
     completion_tokens: int

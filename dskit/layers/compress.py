@@ -35,11 +35,13 @@ class GroupPlan:
 
     ring: where (v, g) of new rows wait; its `read` [E, members] lists each group's rows, -1 where absent.
     turn: rotation of each group's first token. slots [E]: rows of the global pool that the entries fill.
+    rows: which rows of the step count, where a prefix's last ones are only there to rebuild its windows.
     """
 
     ring: RingPlan | None
     turn: Tensor
     slots: Tensor
+    rows: Tensor | None = None
 
 
 @ops.op("compress.pool")
@@ -67,7 +69,7 @@ class Compressor(nn.Module):
     def forward(self, x_TD: Tensor, pos_T: Tensor, carry: Tensor | None, plan: GroupPlan) -> Tensor:
         """x_TD -> normed latents [E, width] of the groups completed by these rows; updates the carry."""
         if not self.gated:
-            return self.norm(self.wkv(x_TD))
+            return self.norm(self.wkv(x_TD if plan.rows is None else x_TD[plan.rows]))
         v, g = self.wkv(up(x_TD), torch.float32), self.wgate(up(x_TD), torch.float32)
         if hasattr(self, "ape"):
             g = g + self.ape[pos_T % self.ratio]

@@ -137,7 +137,7 @@ class Script:
     def __init__(self, ids):
         self.ids = ids
 
-    def run(self, work):
+    def run(self, work, copies):
         rows = torch.zeros(len(work), 512)
         for row, w in zip(rows, work, strict=True):
             row[self.ids[w.stop - w.prompt_len]] = 9.0

@@ -125,6 +125,14 @@ def test_graphs_are_captured_again_under_the_new_choice(llm, again, monkeypatch)
     assert graphs.seen == "again" and ops.revision() > before
 
 
+def test_nothing_computed_by_other_kernels_is_reused(again):
+    with LLM("tiny", max_model_len=128) as fresh:
+        fresh.generate(IDS * 9, ONE)
+        assert fresh.generate(IDS * 9, ONE).usage.cached_tokens > 0
+        fresh.swap({"moe.route": "again"})
+        assert fresh.generate(IDS * 9, ONE).usage.cached_tokens == 0
+
+
 def test_a_closed_llm_swaps_nothing(again):
     with LLM("tiny") as gone:
         pass

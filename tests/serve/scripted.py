@@ -51,7 +51,7 @@ class ScriptRunner:
         self._ids: dict[tuple[str, bool], list[int]] = {}
         self._endless = tokenizer.encode(ENDLESS)
 
-    def run(self, work: list[SimpleNamespace]) -> torch.Tensor:
+    def run(self, work: list[SimpleNamespace], copies: object) -> torch.Tensor:
         """One row per sequence that wants a token."""
         time.sleep(self.pause)
         wanted = [w for w in work if w.want == "last"]
