@@ -21,6 +21,7 @@ _HOMES = {
     "pin": "dskit.ops",
     "explain": "dskit.ops",
     "compare": "dskit.testing",
+    "profile": "dskit.profiling",
     "show": "dskit.viz.notebook",
     "notebook": "dskit.viz.notebook",
     "shapes": "dskit.viz.notebook",
@@ -28,7 +29,7 @@ _HOMES = {
 }
 _MODULES = {
     *("config", "ops", "layers", "model", "checkpoint", "chat", "engine", "serve"),
-    *("train", "evaluate", "viz", "bench", "testing", "table"),
+    *("train", "evaluate", "viz", "bench", "testing", "table", "traces", "profiling"),
 }
 
 __all__ = ["__version__", *_HOMES]

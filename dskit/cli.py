@@ -110,6 +110,17 @@ def bench_compare(argv: list[str]) -> int:
     return compare.main(args)
 
 
+def profile(argv: list[str]) -> int:
+    """Profile a prompt and some decode steps, op by op; or compare two profiles."""
+    from dskit.flags import ProfileArgs
+
+    args = parse(ProfileArgs, "profile", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import profile as profiles
+
+    return profiles.main(args, shlex.join(["dskit", "profile", *argv]))
+
+
 def train(argv: list[str]) -> int:
     """Train a model from scratch by a recipe."""
     from dskit.flags import TrainArgs
@@ -154,13 +165,16 @@ def doctor(argv: list[str]) -> int:
     from dskit import doctor as checks
     from dskit.flags import DoctorArgs
 
-    return checks.main(parse(DoctorArgs, "doctor", argv))
+    args = parse(DoctorArgs, "doctor", argv)
+    choose_kernels(args.kernels)
+    return checks.main(args)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "chat": chat,
     "bench": bench,
+    "profile": profile,
     "train": train,
     "eval": evaluate,
     "convert": convert,
@@ -172,7 +186,6 @@ BENCHES: dict[str, Callable[[list[str]], int]] = {
     "compare": bench_compare,
 }
 LATER_BENCHES = ("throughput", "prefill", "decode", "serve", "engine", "spec", "startup")
-LATER_COMMANDS = {"profile": "torch.profiler around LLM.generate, as around any torch code"}
 
 
 # ---- flags of other engines ----------------------------------------------------------------------
@@ -337,12 +350,6 @@ def dispatch(argv: list[str]) -> int:
     if name is None:
         parser.print_help(sys.stderr)
         return USAGE
-    if name in LATER_COMMANDS:
-        raise CliError(
-            f"dskit {name} is not available in this version",
-            "it comes in a later version",
-            LATER_COMMANDS[name],
-        )
     if name not in COMMANDS:
         raise CliError(f"dskit has no command {name!r}", f"there are {', '.join(COMMANDS)}", "dskit --help")
     return COMMANDS[name](rest)

@@ -147,6 +147,32 @@ class CompareArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileArgs(ModelArgs):
+    """Profile one prefill and some decode steps, op by op; or compare two profiles."""
+
+    prompt: Text = None
+    """Text to profile; by default random words."""
+    prompt_tokens: Annotated[int, arg(metavar="N")] = 64
+    """Tokens of a random prompt."""
+    num_prompts: Annotated[int, arg(metavar="N")] = 1
+    """Prompts served together."""
+    decode: Annotated[int, arg(metavar="N", aliases=["--steps"])] = 3
+    """Decode steps."""
+    warmup: Annotated[int, arg(metavar="N")] = 2
+    """Runs before the profiled one; the last says how long steps take without the profiler."""
+    memory: bool = False
+    """Also record allocations."""
+    out: Annotated[str, arg(metavar="DIR")] = "profiles"
+    """The run's own folder is made in here: run.json, table.csv, trace, summary."""
+    tensorboard: Folder = None
+    """Also write trace and scalars for TensorBoard into this folder."""
+    compare: Annotated[tuple[str, str] | None, arg(metavar="A B")] = None
+    """Measure nothing: show what changed between two folders that were written before."""
+    json: bool = False
+    """Print one JSON document instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainArgs:
     """Train a model from scratch by a recipe."""
 
@@ -218,6 +244,8 @@ class ConvertArgs:
 class DoctorArgs:
     """Check what this machine can do, line by line, and how to mend what it cannot."""
 
+    kernels: Annotated[str | None, arg(metavar="GROUP=IMPL,...")] = None
+    """Implementations of ops that the run of the tiny model takes."""
     json: bool = False
     """Print one JSON document instead of lines."""
     bundle: Annotated[str | None, arg(metavar="FILE")] = None

@@ -63,7 +63,7 @@ def test_an_unknown_command_is_answered_with_those_there_are(capsys):
     assert_error(code, err, 2, "'serv'", "serve, chat")
 
 
-@pytest.mark.parametrize("argv", [("profile",), ("bench", "decode"), ("bench", "nothing")])
+@pytest.mark.parametrize("argv", [("bench", "decode"), ("bench", "nothing")])
 def test_what_is_not_in_this_version_says_so(argv, capsys):
     code, _, err = said(capsys, *argv)
     assert_error(code, err, 2, "not available in this version")
@@ -155,8 +155,8 @@ def test_a_bug_shows_its_traceback(capsys, monkeypatch):
 
 
 def test_debug_shows_the_traceback_of_a_known_error(capsys):
-    code, _, err = said(capsys, "--debug", "profile")
-    assert code == 2 and "Traceback" in err and "error: dskit profile" in err
+    code, _, err = said(capsys, "--debug", "bench", "decode")
+    assert code == 2 and "Traceback" in err and "error: dskit bench decode" in err
 
 
 def test_an_interrupt_exits_with_130(capsys, monkeypatch):
@@ -172,15 +172,21 @@ def test_the_module_can_be_run():
     assert_error(done.returncode, done.stderr, 2, "'no'")
 
 
-def test_kernels_flag_reaches_the_registry(capsys, monkeypatch):
+def test_kernels_flag_reaches_the_registry(monkeypatch):
     from dskit import ops
 
-    try:
-        cli.choose_kernels("mhc=auto")
-        chosen = {row["op"]: row["selected"] for row in ops.explain()}
-        assert {value for name, value in chosen.items() if name.startswith("mhc.")} == {"auto"}
-    finally:
-        ops.use("torch")
+    monkeypatch.setattr(ops, "_rules", [])
+    cli.choose_kernels("mhc=auto")
+    rows = [row for row in ops.explain() if row["op"].startswith("mhc.")]
+    assert rows and {(row["selected"], row["decided_by"]) for row in rows} == {("auto", "--kernels")}
+    monkeypatch.undo()
+    ops._apply(ops.all_ops().values())
+
+
+def test_every_command_that_loads_a_model_takes_kernels():
+    kinds = (flags.ServeArgs, flags.ChatArgs, flags.LatencyArgs, flags.ProfileArgs, flags.TrainArgs)
+    for kind in (*kinds, flags.EvalArgs, flags.DoctorArgs):
+        assert "kernels" in {field.name for field in fields(kind)}, kind.__name__
 
 
 def test_convert_exits_with_1_when_something_has_no_place(tmp_path, capsys):

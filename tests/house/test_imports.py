@@ -32,7 +32,8 @@ ALLOWED = {
     "engine": {"model", "ops", "checkpoint", "config", "chat"},
     "serve": BELOW_SERVE | {"viz"},
     "viz": {"ops", "config", "table"},
-    "profiling": {"ops", "config", "table"},
+    "traces": {"table"},
+    "profiling": {"ops", "config", "table", "traces"},
     "testing": {"ops", "config", "table"},
     "terminal": {"engine", "chat"},
 }
