@@ -41,7 +41,7 @@ from dskit.layers.mla import Attention, Global, Memory
 from dskit.layers.moe import MoE
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import frequencies
-from dskit.layers.swa import RingPlan, remember_
+from dskit.layers.swa import RingPlan
 
 
 @dataclass

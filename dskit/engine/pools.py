@@ -5,10 +5,10 @@ j*r // block_size. A slot holds one request's rings: the newest window vectors o
 of compression groups that are still open. Block 0 and slot 0 are never handed out; they are what a missing
 entry points at, and stay zero.
 
-Shapes: entries [num_blocks * block_size / r, H], keys [..., index_head_dim], windows [slots * ring, H],
-carries [slots * ring, 2, width] float32.
+Shapes: entries [num_blocks * block_size / r, H], keys [..., index_head_dim], windows [slots * ring, H], or
+uint8 [..., bytes of a packed row] (layers/cache.py); carries [slots * ring, 2, width] float32.
 Units: positions, blocks, slots; bytes where a name ends in _bytes.
-Errors: ValueError when something is freed twice.
+Errors: ValueError when something is freed twice, for an unknown cache_storage, and for exact numerics packed.
 Source: engine.md section 6; model.md section 5.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from dskit.config import ModelConfig
+from dskit.layers.cache import Packing
 from dskit.layers.linear import Numerics
 from dskit.layers.mla import Memory
 
@@ -128,29 +129,41 @@ def carry_ring(config: ModelConfig, ratio: int) -> int:
 
 
 def allocate(config: ModelConfig, numerics: Numerics, *, num_blocks: int, block_size: int, num_slots: int,
-             device: torch.device | str, drafts: bool = False) -> Memory:
-    """Zeroed caches for `num_blocks` blocks and `num_slots` slots, plus the reserved block and slot 0."""
-    memory, slots = Memory(), num_slots + 1
+             device: torch.device | str, drafts: bool = False, cache_storage: str | None = None) -> Memory:
+    """Zeroed caches for `num_blocks` blocks and `num_slots` slots, plus the reserved block and slot 0.
 
-    def zeros(*shape: int, dtype: torch.dtype = numerics.compute) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    cache_storage: "packed" holds vectors as the bytes of the release, "expanded" as rounded numbers, which a
+    CPU reads faster; both give the same logits. None: packed on a GPU in release numerics.
+    """
+    memory, slots = Memory(), num_slots + 1
+    on_gpu = torch.device(device).type == "cuda"
+    storage = cache_storage or ("packed" if on_gpu and numerics.release else "expanded")
+    if storage not in ("packed", "expanded"):
+        raise ValueError(f"cache_storage is {cache_storage!r}; choose packed or expanded")
+
+    def vectors(rows: int, what: str) -> torch.Tensor:
+        packing = Packing.of(config, numerics, what)
+        if storage == "packed":
+            return torch.zeros(rows, packing.nbytes, dtype=torch.uint8, device=device)
+        return torch.zeros(rows, packing.width, dtype=packing.dtype, device=device)
+
+    def groups(ratio: int, width: int) -> torch.Tensor:
+        twice = 2 if members(config, ratio) > ratio else 1
+        return torch.zeros(slots * carry_ring(config, ratio), 2, twice * width, device=device)
 
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if drafts else 0)
     for layer in range(layers):
-        memory.windows[layer] = zeros(slots * window_ring(config), config.head_dim)
+        memory.windows[layer] = vectors(slots * window_ring(config), "window")
     for source in config.kv_source_layer_ids:
         ratio = config.ratio(source)
         rows = (num_blocks + 1) * (block_size // ratio)
-        memory.entries[source] = zeros(rows, config.head_dim)
-        twice = 2 if members(config, ratio) > ratio else 1
+        memory.entries[source] = vectors(rows, "entry")
         if ratio > 1 or not config.is_v41:
-            memory.carries[source] = zeros(slots * carry_ring(config, ratio), 2, twice * config.head_dim,
-                                           dtype=torch.float32)
+            memory.carries[source] = groups(ratio, config.head_dim)
         if source in config.index_source_layer_ids:
-            memory.keys[source] = zeros(rows, config.index_head_dim)
+            memory.keys[source] = vectors(rows, "key")
             if not config.is_v41:
-                memory.index_carries[source] = zeros(slots * carry_ring(config, ratio), 2,
-                                                     twice * config.index_head_dim, dtype=torch.float32)
+                memory.index_carries[source] = groups(ratio, config.index_head_dim)
     return memory
 
 

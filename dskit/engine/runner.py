@@ -106,7 +106,7 @@ class ModelRunner:
     """Runs one model over its own caches."""
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int, num_slots: int, replay: str = "off",
-                 keep: int | None = None):
+                 keep: int | None = None, cache_storage: str | None = None):
         self.model, self.config, self.block_size = model, model.config, block_size
         self.graphs = None  # captured steps, with a `recapture`; this version runs eagerly
         self.num_blocks, self.num_slots = num_blocks, num_slots
@@ -115,7 +115,8 @@ class ModelRunner:
         if replay != "off":
             self._check_replay()
         self.memory = pools.allocate(self.config, model.numerics, num_blocks=num_blocks,
-                                     block_size=block_size, num_slots=num_slots, device=self.device)
+                                     block_size=block_size, num_slots=num_slots, device=self.device,
+                                     cache_storage=cache_storage)
 
     def _check_replay(self) -> None:
         need = self.config.sliding_window + pools.backtrack(self.config)

@@ -7,7 +7,8 @@ group and another in the next one, so an entry pools eight slots.
 
     v = x Wkv,  g = x Wgate (+ ape[position mod r] in V4),  entry = rms( sum_u softmax_u(g) * v )
 
-Shapes: x_TD -> latent [E, H], one row per group that this step completes, not yet rotated.
+Shapes: x_TD -> pooled [E, H], one row per group that this step completes, not yet normed or rotated: the
+write to the cache does both (cache.write_).
 State: (v, g) of the unfinished group wait in a float32 ring per request, [slots * ring, 2, width].
 Errors: none of its own.
 Numerics: for ratio > 1 products and pooling in float32, bfloat16 just before the norm.
@@ -51,7 +52,7 @@ def pool(v_EUH: Tensor, g_EUH: Tensor) -> Tensor:
 
 
 class Compressor(nn.Module):
-    """Un-rotated latents of completed groups; `width` is head_dim, or index_head_dim for V4's index keys."""
+    """What completed groups pool to, and the norm of it; `width`: head_dim, for V4's keys index_head_dim."""
 
     def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, width: int):
         super().__init__()
@@ -67,9 +68,9 @@ class Compressor(nn.Module):
             self.ape = nn.Parameter(torch.zeros(ratio, out), requires_grad=False)
 
     def forward(self, x_TD: Tensor, pos_T: Tensor, carry: Tensor | None, plan: GroupPlan) -> Tensor:
-        """x_TD -> normed latents [E, width] of the groups completed by these rows; updates the carry."""
+        """x_TD -> pooled [E, width] of the groups that these rows complete, not normed; updates the carry."""
         if not self.gated:
-            return self.norm(self.wkv(x_TD if plan.rows is None else x_TD[plan.rows]))
+            return self.wkv(x_TD if plan.rows is None else x_TD[plan.rows])
         v, g = self.wkv(up(x_TD), torch.float32), self.wgate(up(x_TD), torch.float32)
         if hasattr(self, "ape"):
             g = g + self.ape[pos_T % self.ratio]
@@ -79,7 +80,7 @@ class Compressor(nn.Module):
         g = g.masked_fill(plan.ring.read[..., None] < 0, float("-inf"))
         if self.overlaps:
             v, g = self._roles(v), self._roles(g)
-        return self.norm(pool(v, g).to(self.numerics.dtype))
+        return pool(v, g).to(self.numerics.dtype)
 
     def _roles(self, member: Tensor) -> Tensor:
         """Of 2r members, the earlier r play their first half (next entry), the later r the second (own)."""

@@ -9,6 +9,7 @@ are no index source reuse the newest selection.
 
 Shapes: q [B, Q, X, Y] (X index heads of width Y), keys [B, S, Y] -> scores [B, Q, S] -> chosen [B, Q, K],
 ascending, -1 where fewer are visible. Q is the rows per request of a segment.
+State: index keys are a cache (cache.py): numbers or packed bytes.
 Errors: none of its own.
 Numerics: release scores are bfloat16 after the dot product, the head product and the sum; ties go to the
 lower index.
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
-from dskit.layers.compress import Compressor
+from dskit.layers.cache import Packing, read, ready, store_
+from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.linear import Linear, Numerics
 from dskit.layers.norm import RMSNorm
 from dskit.layers.rope import rotate
@@ -129,20 +131,32 @@ class Indexer(nn.Module):
             else:
                 self.compressor = Compressor(config, config.ratio(layer), numerics, self.width)
 
-    def keys(self, latent: Tensor, turn: Tensor) -> Tensor:
-        """Index keys [E, Y] of new entries, from their un-rotated latents (V4: from its own compressor's)."""
-        key = self.k_norm(self.wk(latent)) if self.config.is_v41 else latent
-        return self._round(rotate(key, turn))
+    @property
+    def packing(self) -> Packing:
+        """How index keys and queries are rounded, and keys packed."""
+        return Packing.of(self.config, self.numerics, "key")
 
-    def _round(self, v: Tensor) -> Tensor:
-        if not self.config.is_v41 and self.numerics.release:
-            v = hadamard(v)
-        return self.numerics.cache(v, "fp4_32")
+    def store_(self, pool: Tensor | None, latent: Tensor, plan: GroupPlan) -> Tensor:
+        """Put the index keys [E, Y] of new entries in the pool and return it; without one they are the pool.
+
+        latent: the entries' normed, un-rotated latents; in V4 what its own compressor pooled, not normed.
+        """
+        if self.config.is_v41:
+            return store_(pool, self.wk(latent), self.k_norm, plan.turn, plan.slots, self.packing)[0]
+        key = self._spread(rotate(self.compressor.norm(latent), plan.turn))
+        return store_(pool, key, None, None, plan.slots, self.packing)[0]
+
+    def _spread(self, v: Tensor) -> Tensor:
+        """V4 spreads what a channel says over all of them, so that four bits lose less."""
+        return hadamard(v) if self.numerics.release else v
 
     def query(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries [T, X, Y] and head weights [T, X]; latent_TR is rounded for wq_b."""
-        q = rotate(self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width)), turn)
-        return self._round(q), self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
+        q = self.wq_b(latent_TR).unflatten(-1, (self.heads, self.width))
+        if not self.config.is_v41:
+            q, turn = self._spread(rotate(q, turn)), None
+        q, _ = ready(q, None, 0.0, turn, self.packing, False)
+        return q, self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
 
     def score(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor,
               segments: list[Segment]) -> list[Tensor]:
@@ -151,7 +165,7 @@ class Indexer(nn.Module):
         found = []
         for seg in segments:
             of = scores(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
-                        pool[seg.table], self.numerics.row_tile)
+                        read(pool, seg.table, self.packing, self.numerics.compute), self.numerics.row_tile)
             hidden = torch.arange(of.shape[-1], device=of.device) >= seg.visible[..., None]
             found.append(of.masked_fill(hidden, float("-inf")))
         return found

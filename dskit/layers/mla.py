@@ -8,7 +8,8 @@ groups, each through its own low-rank projection.
     q = rotate(rms(x Wq_a) Wq_b),  c = rotate(rms(x Wkv)),  z = q . e / sqrt(H)
     o = unrotate( sum_e exp(z_e) e / (sum_e exp(z_e) + exp(sink)) ),  y = concat_g(o_g Wo_a[g]) Wo_b
 
-Shapes: x_TD -> y_TD; q [T, A, H]; window line [S, H] read by [T, W], pool [S', H] by [T, K], -1 for none.
+Shapes: x_TD -> y_TD; q [T, A, H]; window line [S, H] read by [T, W], pool [S', H] by [T, K], -1 for none;
+line and pool are caches: numbers or packed bytes.
 State: the window ring and, at KV sources, the global pool, index keys and open groups; see model.Step.
 Errors: none of its own.
 Numerics: scores and softmax in float32; probabilities rounded to bfloat16 only for the product with values.
@@ -27,12 +28,13 @@ from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
+from dskit.layers.cache import Packing, is_packed, read, ready, store_, write_
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
 from dskit.layers.linear import Linear, Numerics
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import rotate
-from dskit.layers.swa import remember_
+from dskit.layers.swa import RingPlan, remember_
 
 FLOOR = -1e30  # the running maximum starts here, so that a row without entries gives zeros and no NaN
 GATHER_ELEMENTS = 1 << 24  # gathered values held at once; longer steps go in blocks of rows
@@ -43,7 +45,7 @@ class Memory:
     """What attention reads and writes beyond the step itself; None pools: whole sequences without a cache.
 
     windows[layer], carries[source], index_carries[source]: rings.
-    entries[source], keys[source]: pools by row.
+    entries[source], keys[source]: pools by row. Windows, entries and keys are caches (cache.py).
     """
 
     windows: dict[int, Tensor] = field(default_factory=dict)
@@ -65,21 +67,33 @@ class Global:
 
 @ops.op("mla.attend")
 def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor | None,
-           chosen_TK: Tensor | None, sink_A: Tensor, dtype: torch.dtype) -> Tensor:
-    """Attention of every row over its window and chosen entries, [T, A, H] of `dtype`; -1 reads nothing."""
-    index = read_TW if chosen_TK is None else torch.cat((read_TW, chosen_TK), dim=1)
-    rows = max(1, GATHER_ELEMENTS // max(1, q_TAH.shape[-1] * index.shape[1]))
-    parts = []
-    for row in (slice(start, start + rows) for start in range(0, max(1, q_TAH.shape[0]), rows)):
-        value = window_SH[read_TW[row].clamp(min=0)]
-        if entries_SH is not None:
-            value = torch.cat((value, entries_SH[chosen_TK[row].clamp(min=0)]), dim=1)
-        value = up(value)
-        z = (up(q_TAH[row]) @ value.transpose(1, 2)) * q_TAH.shape[-1] ** -0.5
-        z = z.masked_fill((index[row] < 0)[:, None], float("-inf"))
-        weight, total = _softmax_parts(z, sink_A)
-        parts.append(cast((cast(cast(weight, dtype), z.dtype) @ value) / total, dtype))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+           chosen_TK: Tensor | None, sink_A: Tensor, dtype: torch.dtype,
+           packings: tuple[Packing, Packing] | None = None) -> Tensor:
+    """Attention of every row over its window and chosen entries, [T, A, H] of `dtype`; -1 reads nothing.
+
+    packings: of the window and of the entries, where they are packed.
+    """
+    T, seen = q_TAH.shape[0], read_TW.shape[1] + (0 if chosen_TK is None else chosen_TK.shape[1])
+    held = max(1, GATHER_ELEMENTS // max(1, q_TAH.shape[-1] * seen))  # rows
+    shared = window_SH, entries_SH, sink_A, dtype, packings or (None, None)
+    if held >= T:
+        return _attend(q_TAH, read_TW, chosen_TK, *shared)
+    chosen = [None] * -(-T // held) if chosen_TK is None else chosen_TK.split(held)
+    blocks = zip(q_TAH.split(held), read_TW.split(held), chosen, strict=True)
+    return torch.cat([_attend(*block, *shared) for block in blocks])
+
+
+def _attend(q_TAH: Tensor, read_TW: Tensor, chosen_TK: Tensor | None, window_SH: Tensor,
+            entries_SH: Tensor | None, sink_A: Tensor, dtype: torch.dtype, packings: tuple) -> Tensor:
+    q, index = up(q_TAH), read_TW
+    value = read(window_SH, read_TW, packings[0], q.dtype)
+    if entries_SH is not None:
+        value = torch.cat((value, read(entries_SH, chosen_TK, packings[1], q.dtype)), dim=1)
+        index = torch.cat((read_TW, chosen_TK), dim=1)
+    z = (q @ value.transpose(1, 2)) * q.shape[-1] ** -0.5
+    z = z.masked_fill((index < 0)[:, None], float("-inf"))
+    weight, total = _softmax_parts(z, sink_A)
+    return cast((cast(cast(weight, dtype), z.dtype) @ value) / total, dtype)
 
 
 def _softmax_parts(z: Tensor, sink_A: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,14 +168,14 @@ class Attention(nn.Module):
         x = self.numerics.activation(x_TD)
         latent = self.numerics.activation(self.q_norm(self.wq_a(x)))
         q = self.query(latent, turn)
-        window = remember_(memory.windows.get(self.layer), self.key(x, turn), step.window(self.layer))
+        window = self.remember_(memory.windows.get(self.layer), x, turn, step.window(self.layer))
         if step.whole is not None:
             return self.output(step.whole.attend(self, x_TD, latent, q, window, shared), turn)
         if self.ratio:
             self.choose(x_TD, latent, step, shared)
         entries, chosen = (shared.entries, shared.chosen) if self.ratio else (None, None)
         o = attend(q, window, step.window(self.layer).read, entries, chosen, self.attn_sink,
-                   self.numerics.dtype)
+                   self.numerics.dtype, (self.packing("window"), self.packing("entry")))
         return self.output(o, turn)
 
     def query(self, latent: Tensor, turn: Tensor) -> Tensor:
@@ -175,29 +189,38 @@ class Attention(nn.Module):
 
     def key(self, x: Tensor, turn: Tensor) -> Tensor:
         """This layer's own key-and-value vectors [T, H] of rounded inputs, rotated and rounded as cached."""
-        return self._round(rotate(self.kv_norm(self.wkv(x)), turn), self.numerics.window_format)
+        return self.ready(x, turn, packed=False)
 
-    def _round(self, v: Tensor, fmt: str) -> Tensor:
-        if self.config.is_v41:
-            return self.numerics.cache(v, fmt)
-        plain = v.shape[-1] - self.config.qk_rope_head_dim  # V4 keeps the rotated channels in bfloat16
-        cached = self.numerics.cache(v[..., :plain], self.numerics.window_format)
-        return torch.cat((cached, v[..., plain:]), dim=-1)
+    def ready(self, x: Tensor, turn: Tensor, packed: bool) -> Tensor:
+        """The same as rows for a ring that holds numbers or bytes."""
+        norm = self.kv_norm
+        return ready(self.wkv(x), norm.weight, norm.eps, turn, self.packing("window"), packed)[0]
+
+    def remember_(self, ring: Tensor | None, x: Tensor, turn: Tensor, plan: RingPlan) -> Tensor:
+        """Commit the keys of rounded inputs to this layer's ring; returns the line that `plan.read` reads."""
+        if ring is None or plan.history is not None:
+            return remember_(ring, self.ready(x, turn, is_packed(ring)), plan)
+        norm = self.kv_norm
+        return write_(ring, self.wkv(x), norm.weight, norm.eps, turn, plan.slots, self.packing("window"))[0]
+
+    def packing(self, what: str) -> Packing:
+        """How a "window" vector or a global "entry" is rounded and packed."""
+        return Packing.of(self.config, self.numerics, what)
 
     def compress(self, x_TD: Tensor, step, memory: Memory, shared: Global) -> None:
         """At a KV source: write the global entries and index keys of the groups that these rows complete."""
         if self.layer not in self.config.kv_source_layer_ids:
             return
         plan: GroupPlan = step.groups[self.ratio]
-        latent = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
-        entry = self._round(rotate(latent, plan.turn), "fp4_16")
-        shared.entries = store_(memory.entries.get(self.layer), entry, plan.slots)
+        pooled = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
+        shared.entries, latent = store_(memory.entries.get(self.layer), pooled, self.compressor.norm,
+                                        plan.turn, plan.slots, self.packing("entry"))
         shared.chosen = None
         if hasattr(self, "indexer"):
             if not self.config.is_v41:
                 latent = self.indexer.compressor(x_TD, step.pos, memory.index_carries.get(self.layer), plan)
-            key = self.indexer.keys(latent.detach(), plan.turn)  # the indexer learns from its own loss
-            shared.keys = store_(memory.keys.get(self.layer), key, plan.slots)
+            latent = latent.detach()  # the indexer learns from its own loss
+            shared.keys = self.indexer.store_(memory.keys.get(self.layer), latent, plan)
 
     def choose(self, x_TD: Tensor, latent: Tensor, step, shared: Global) -> None:
         """At an index source: put the selection, as pool rows [T, K], where this and later layers read it."""
@@ -224,12 +247,6 @@ class Attention(nn.Module):
         joined = project(o, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype,
                          self.numerics.row_tile)
         return self.wo_b(self.numerics.activation(joined))
-
-
-@ops.op("mla.store_")
-def store_(pool: Tensor | None, new: Tensor, slots: Tensor) -> Tensor:
-    """Put new entries [E, ...] in rows `slots` of a pool and return it; without one the new are the pool."""
-    return new if pool is None else pool.index_copy_(0, slots, new.to(pool.dtype))
 
 
 def _everything(seg: Segment, k: int) -> Tensor:

@@ -6,10 +6,11 @@ rows writes them and reads the ring; a longer one reads the line [what the ring 
 then commits the newest rows. Reading is by index in both cases, in ascending position, so prefill and
 decode add up in the same order.
 
-Shapes: ring [slots * ring, H], new rows [T, H], read [T, W] (rows of the line, -1 where no entry is).
+Shapes: ring [slots * ring, H], new rows [T, H], read [T, W] (rows of the line, -1 where no entry is). A row
+is numbers or the bytes of a packed cache (cache.py): both are moved alike.
 State: rings belong to the engine; a plan is made once per step and serves all layers.
 Errors: none of its own.
-Kernel: kernels/swa.py (swa.remember_)
+Kernel: kernels/cache.py (cache.write_, which writes the rows of a decode step as it makes them)
 Source: model.md 3.7, 5.1; engine.md 6.
 """
 
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dskit import ops
 from dskit.layers.norm import cast
 
 
@@ -39,7 +39,6 @@ class RingPlan:
     slots: Tensor
 
 
-@ops.op("swa.remember_")
 def remember_(ring: Tensor | None, new: Tensor, plan: RingPlan) -> Tensor:
     """Commit new rows to the ring and return the line [S, ...] that `plan.read` points into.
 

@@ -15,7 +15,8 @@ PACKAGE = Path(dskit.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "presets" not in path.parts)
 
 # layers in reading order (each may use earlier ones), then what each room or module may import of dskit
-LAYERS = ["norm", "rope", "linear", "swa", "compress", "indexer", "mla", "engram", "mhc", "moe", "dspark"]
+LAYERS = ["norm", "rope", "linear", "cache", "swa", "compress", "indexer", "mla", "engram", "mhc", "moe",
+          "dspark"]
 BELOW_SERVE = {"engine", "chat", "config"}
 ALLOWED = {
     "__init__": set(),
