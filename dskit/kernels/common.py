@@ -341,3 +341,23 @@ def log1p_exp(x):
     u = 1.0 + e
     small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, small)
+
+
+# ---- in kernels: drawing -----------------------------------------------------------------------------------
+
+GREEDY_BELOW = tl.constexpr(1e-5)  # a temperature
+
+
+@triton.jit
+def softmax_scale(temperature):
+    """What a logit is multiplied by before exp2, float32: log2(e) over the temperature, none if greedy."""
+    return (1.4426950408889634 / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)).to(tl.float32)
+
+
+@triton.jit
+def first_beyond(weight, target):
+    """The first index whose cumulative weight (float64) exceeds the target, else the last that weighs."""
+    i = tl.arange(0, weight.shape[0])
+    first = tl.min(tl.where((tl.cumsum(weight) > target) & (weight > 0), i, weight.shape[0]))
+    last = tl.max(tl.where(weight > 0, i, 0))
+    return tl.where(first < weight.shape[0], first, last)

@@ -40,13 +40,21 @@ import triton.language as tl
 from torch import Tensor
 
 from dskit import ops
-from dskit.kernels.common import cdiv, pow2, refuse, require
+from dskit.kernels.common import (
+    GREEDY_BELOW,
+    cdiv,
+    first_beyond,
+    pow2,
+    refuse,
+    require,
+    softmax_scale,
+    too_wide,
+)
 
 WIDTH = 64  # logits of a chunk: 256 bytes
 # not yet measured: chunks per program and warps of _stats; values per tile, pivots per pass, warps of _pick
 CONFIG = {"chunks": 64, "stats_warps": 4, "lanes": 1024, "pivots": 16, "pick_warps": 8}
 
-GREEDY_BELOW = tl.constexpr(1e-5)
 ROUGH = tl.constexpr(2**14)  # keys: a 512th of a value at least
 LOWEST = tl.constexpr(-2139095041)  # the key of minus infinity
 
@@ -64,12 +72,6 @@ def _key(x):
 def _value(key):
     """int32 -> the float32 whose key it is."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scale(temperature):
-    """What a logit is multiplied by before exp2: log2(e) over the temperature; a greedy row has none."""
-    return (1.4426950408889634 / tl.where(temperature < GREEDY_BELOW, 1.0, temperature)).to(tl.float32)
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def _draw_stats_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, stride_r
     x = tl.load(logits_ptr + row * stride_row + i, i < vocab, float("-inf"))
     peak = tl.max(x, axis=1)
     base = tl.where(peak == float("-inf"), 0.0, peak)  # a chunk of minus infinities weighs 0, not NaN
-    mass = tl.sum(tl.exp2((x - base[:, None]) * _scale(tl.load(temperature_ptr + row))), axis=1)
+    mass = tl.sum(tl.exp2((x - base[:, None]) * softmax_scale(tl.load(temperature_ptr + row))), axis=1)
     tl.store(peak_ptr + row * chunks + chunk, peak, chunk < chunks)
     tl.store(mass_ptr + row * chunks + chunk, mass, chunk < chunks)
 
@@ -189,15 +191,6 @@ def _split_chunks(logits_ptr, list_ptr, mass_ptr, ties_ptr, listed, tau, vocab, 
     tl.debug_barrier()
 
 
-@triton.jit
-def _first_beyond(weight, target):
-    """The first index whose cumulative weight (float64) exceeds the target, else the last that weighs."""
-    i = tl.arange(0, weight.shape[0])
-    first = tl.min(tl.where((tl.cumsum(weight) > target) & (weight > 0), i, weight.shape[0]))
-    last = tl.max(tl.where(weight > 0, i, 0))
-    return tl.where(first < weight.shape[0], first, last)
-
-
 # ---- second kernel: one program chooses --------------------------------------------------------------------
 
 @triton.jit
@@ -212,7 +205,7 @@ def _draw_pick_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_p
     list_ptr += row * chunks
     ties_ptr += row * chunks
     temperature = tl.load(temperature_ptr + row)
-    scale = _scale(temperature)
+    scale = softmax_scale(temperature)
 
     chunk = tl.arange(0, CHUNKS)
     peak = tl.load(peak_ptr + chunk, chunk < chunks, float("-inf"))
@@ -261,7 +254,7 @@ def _draw_pick_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_p
     ties = tl.minimum(tl.maximum(room - (tl.cumsum(ties) - ties), 0), ties)
     mass += ties * tl.exp2((_value(tau) - top) * scale).to(tl.float64)
     target = tl.load(u_ptr + row) * tl.sum(mass)
-    best = _first_beyond(mass, target)
+    best = first_beyond(mass, target)
     target -= tl.sum(tl.where(chunk < best, mass, 0.0))
     room = tl.sum(tl.where(chunk == best, ties, 0))
 
@@ -270,10 +263,10 @@ def _draw_pick_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_p
     tie = ((_key(x) == tau) & (at < vocab)).to(tl.int32)
     stays = (_key(x) > tau) | ((tie != 0) & (tl.cumsum(tie) <= room))
     weight = tl.where(stays, tl.exp2((x - top) * scale), 0.0).to(tl.float64)
-    tl.store(id_ptr + row, (best * WIDTH + _first_beyond(weight, target)).to(tl.int64))
+    tl.store(id_ptr + row, (best * WIDTH + first_beyond(weight, target)).to(tl.int64))
 
 
-@ops.implement("sampler.draw", "triton", when=lambda logits, *rest: refuse(logits, *rest))
+@ops.implement("sampler.draw", "triton", when=lambda logits, *rest: too_wide(logits) or refuse(logits, *rest))
 def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
          u: Tensor) -> Tensor:
     """Scale, filter and draw: one id per row, int64."""

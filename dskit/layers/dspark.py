@@ -4,19 +4,22 @@ Idea: tapped streams of a few late layers are projected to one vector per commit
 as keys by each draft stage. A round runs the block [newest token, noise, noise, ...] once through
 the stages, window-only and not causal inside the block; a low-rank Markov head then walks left to
 right and adds what the token just drafted says about the next. A confidence head estimates for each
-draft whether it will be accepted.
+draft whether it will be accepted. Verification keeps drafts as long as chance allows and draws the token
+after them so that the text follows the full model's distribution p exactly, whatever the draft's q.
 
     main = rms(concat(taps) Wmain),  tap = mean of the streams entering the layer (V4: leaving it)
     logit_i = head(rms(x_i)) + markov_embed[token_i] markov_head^T
     conf_i = [x_i, markov_embed[token_i]] proj^T
+    token_i holds while u_i q(token_i) < p(token_i);  next ~ max(p - q, 0) where one fell, p after the last
 
 Shapes: taps [T, D] each -> main_TD; block rows x [B, M, D], base logits [B, M, V] -> tokens [B, M],
-logits, conf [B, M].
+logits, conf [B, M]; verified rows [T, V], packed; uniforms [B, U], one per draft and one to draw with.
 State: per stage a window ring of keys made from main; the block's own keys are never kept.
 Errors: none of its own.
-Numerics: taps are stored in the dtype of values; Markov and confidence products are float32.
-Kernel: kernels/dspark.py (dspark.markov, dspark.confidence)
-Source: model.md 3.13; config fields dspark_*; drafting and its use in the engine: dspark.md.
+Numerics: taps are stored in the dtype of values; Markov and confidence products are float32; verification in
+float64.
+Kernel: kernels/dspark.py (dspark.markov, dspark.confidence, dspark.accept)
+Source: model.md 3.13; config fields dspark_*; drafting, acceptance and their use in the engine: dspark.md.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from dskit.config import ModelConfig
 from dskit.layers import mhc
 from dskit.layers.linear import Linear, Numerics
 from dskit.layers.norm import RMSNorm, up
+
+GREEDY_BELOW = 1e-5  # temperature, as in sampling
 
 
 def tap(X_TND: Tensor) -> Tensor:
@@ -48,6 +53,49 @@ def markov(base_BV: Tensor, m_BR: Tensor, head_VR: Tensor) -> Tensor:
 def confidence(x_BMD: Tensor, m_BMR: Tensor, proj_1F: Tensor) -> Tensor:
     """One logit per drafted token, [B, M], from the un-normed collapse and the Markov embedding before it."""
     return (torch.cat((up(x_BMD), up(m_BMR)), dim=-1) @ up(proj_1F).T).squeeze(-1)
+
+
+@ops.op("dspark.accept", grad=False)
+def accept(target_TV: Tensor, draft_BMV: Tensor, token_BM: Tensor, first_B: Tensor, length_B: Tensor,
+           temperature_B: Tensor, u_BU: Tensor) -> tuple[Tensor, Tensor]:
+    """How many drafts of each request hold, and the token that follows them: (accepted_B, next_B), int64.
+
+    Row first + j of the target, j = 0 .. length, is p at draft j's place; drafts from `length` on are not
+    verified.  Logits are float32 and minus infinity where a filter took a token away; draft_BMV must be those
+    that the draft was drawn from (where it took the largest: minus infinity but for that one).  temperature
+    and u are float64, u in [0, 1).  A temperature below 1e-5 is greedy: a draft holds while it is the
+    target's largest logit, of equal ones the first, which is next otherwise.
+    """
+    request_B = torch.arange(len(token_BM), device=token_BM.device)
+    step_U = torch.arange(u_BU.shape[1], device=token_BM.device)
+    row_BU = first_B[:, None] + torch.minimum(step_U, length_B[:, None])
+    p_BUV = _chances(target_TV[row_BU], temperature_B)
+    q_BMV = _chances(draft_BMV, temperature_B, token_BM)
+    p_BM, q_BM = (x.gather(-1, token_BM[..., None]).squeeze(-1) for x in (p_BUV[:, :-1], q_BMV))
+    holds_BM = (q_BM > 0) & (u_BU[:, :-1] * q_BM < p_BM) & (step_U[:-1] < length_B[:, None])
+    accepted_B = holds_BM.long().cumprod(-1).sum(-1)
+    p_BV, end_B = p_BUV[request_B, accepted_B], accepted_B == length_B
+    q_BV = q_BMV[request_B, accepted_B.clamp_max(token_BM.shape[1] - 1)].masked_fill(end_B[:, None], 0)
+    rest_BV = (p_BV - q_BV).clamp_min(0)
+    rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)  # empty by rounding alone
+    return accepted_B, _inverse_cdf(rest_BV, u_BU[:, -1:])
+
+
+def _chances(logits_BMV: Tensor, temperature_B: Tensor, token_BM: Tensor | None = None) -> Tensor:
+    """Probabilities, float64; of a greedy request all on the token given, else on the largest logit."""
+    greedy_B = temperature_B < GREEDY_BELOW
+    probs_BMV = (logits_BMV.double() / temperature_B.masked_fill(greedy_B, 1)[:, None, None]).softmax(-1)
+    sure_BM = logits_BMV.argmax(-1) if token_BM is None else token_BM
+    sure_BMV = torch.zeros_like(probs_BMV).scatter(-1, sure_BM[..., None], 1)
+    return torch.where(greedy_B[:, None, None], sure_BMV, probs_BMV)
+
+
+def _inverse_cdf(weight_BV: Tensor, u_B1: Tensor) -> Tensor:
+    """The first id whose cumulative weight exceeds u times the total; never one of weight 0."""
+    cdf_BV = weight_BV.cumsum(-1)
+    total_B1 = cdf_BV[:, -1:]
+    below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    return torch.searchsorted(cdf_BV, torch.minimum(u_B1 * total_B1, below_B1), right=True).squeeze(-1)
 
 
 class MarkovHead(nn.Module):

@@ -24,9 +24,9 @@ def _shape(rows: int, vocab: int, top_k: int = 0, top_p: int = 1000, min_p: int 
 
 EDGES = (
     _shape(0, 7), _shape(1, 1, top_k=1, top_p=900), _shape(3, 3), _shape(1, 129, top_p=1),
-    _shape(2, 65, top_k=5, top_p=999, masked=300), _shape(1, 300, min_p=200, grain=2), _shape(1, 260, top_p=730, flat=1),
-    _shape(1, 200, top_k=17, top_p=500, flat=1), _shape(1, 1100, top_k=50, top_p=950),
-    _shape(1, 1100, top_p=950),
+    _shape(2, 65, top_k=5, top_p=999, masked=300), _shape(1, 300, min_p=200, grain=2),
+    _shape(1, 260, top_p=730, flat=1), _shape(1, 200, top_k=17, top_p=500, flat=1),
+    _shape(1, 1100, top_k=50, top_p=950), _shape(1, 1100, top_p=950),
     _shape(1, 5000, top_k=40, top_p=990, min_p=50, grain=4, masked=100),
 )
 FROZEN = tuple(_shape(rows, 129_280, top_k=50, top_p=950) for rows in (1, 32, 128))
