@@ -23,8 +23,8 @@ test: ## the tests, set-up included (under nine minutes on two cores, set-up apa
 test-all: ## every property at its full count
 	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -m "not gpu and not soak" --timeout 1800
 
-test-gpu: ## the tests that need an NVIDIA GPU
-	@$(INSTALL) dev && $(BIN)/python -m pytest -m gpu
+test-gpu: ## the tests that need an NVIDIA GPU, and those of the kernels compiled for it
+	@$(INSTALL) dev && $(BIN)/python -m pytest -m gpu && $(BIN)/python -m pytest tests/kernels tests/ops
 
 notebooks: ## write the .ipynb files from their .py twins and run them all
 	@$(INSTALL) dev && $(BIN)/jupytext --to ipynb --update notebooks/*.py && $(BIN)/python -m pytest tests/notebooks -m "not gpu"

@@ -7,7 +7,8 @@ Idea
     for a tensor core, too much shared memory - shows here.
 
 Shapes
-    One row per kernel and configuration that an op compiles, as a dict; `main` prints a table and JSON.
+    One row per kernel and configuration that an op compiles, as a dict; `main` prints a table to stderr and
+    JSON to stdout.
 
 Units
     registers per thread; bytes of stack per thread (0: nothing spilled) and of shared memory per program;
@@ -75,7 +76,7 @@ class Launches:
         if common.INTERPRET:
             raise RuntimeError("TRITON_INTERPRET=1 runs kernels instead of compiling them; unset it")
         common.pretend(arch, PARTS[arch][0])
-        self.compiled: list[tuple[Any, Any]] = []  # kernel, grid
+        self.arch, self.compiled = arch, []  # pairs of kernel and grid
         run = JITFunction.run
         target = GPUTarget("cuda", arch, 32)
         driver.set_active(SimpleNamespace(
@@ -155,35 +156,44 @@ def call(cases: Cases, shape: Shape, maker: Maker) -> str | None:
 def shapes_of(cases: Cases, which: str) -> Iterator[tuple[Shape, Maker]]:
     """The shapes to try, each with what makes its arguments: edges with values, frozen ones without."""
     if which == "one":
-        yield cases.edges[-1], Maker()
+        yield (cases.frozen[len(cases.frozen) // 2], Hollow()) if cases.frozen else (cases.edges[-1], Maker())
     if which in ("edges", "all"):
         yield from ((shape, Maker()) for shape in cases.edges)
     if which in ("frozen", "all"):
         yield from ((shape, Hollow()) for shape in cases.frozen)
 
 
-def survey(arch: int, name: str = "", which: str = "all") -> list[Row]:
+def survey(arch: int, name: str = "", which: str = "all") -> Iterator[Row]:
     """Compile the ops whose name starts with `name`: a row per kernel and configuration, and per failure."""
     ops.load_all()
-    launches, rows, seen = Launches(arch), [], {}
+    launches = Launches(arch)
     for cases in (c for op, c in all_cases().items() if op.startswith(name)):
+        seen: set[str] = set()
         for shape, maker in shapes_of(cases, which):
-            at = {"op": cases.op, "shape": shape}
-            if cases.nbytes and cases.nbytes(shape) > LARGEST:
-                rows.append(at | {"refused": f"left out: {cases.nbytes(shape):.1e} bytes"})
-                continue
             try:
-                refused = call(cases, shape, maker)
-                rows += [at | {"refused": refused}] if refused else []
+                yield from compiled(launches, cases, shape, maker, seen)
             except ops.UnknownImplementation:
                 break
-            except Exception as error:
-                rows.append(at | {"error": _last_lines(error)})
-            for kernel, grid in launches.take():
-                if (cases.op, kernel.hash) not in seen:
-                    seen[cases.op, kernel.hash] = at | describe(kernel, grid, arch)
-                    rows.append(seen[cases.op, kernel.hash])
-    return rows
+
+
+def compiled(launches: Launches, cases: Cases, shape: Shape, maker: Maker, seen: set[str]) -> Iterator[Row]:
+    """The rows of one call: kernels not seen before, and why there is none."""
+    at = {"op": cases.op, "shape": shape}
+    if cases.nbytes and cases.nbytes(shape) > LARGEST:
+        yield at | {"refused": f"left out: {cases.nbytes(shape):.1e} bytes"}
+        return
+    try:
+        refused = call(cases, shape, maker)
+        if refused:
+            yield at | {"refused": refused}
+    except ops.UnknownImplementation:
+        raise
+    except Exception as error:
+        yield at | {"error": _last_lines(error)}
+    for kernel, grid in launches.take():
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            yield at | describe(kernel, grid, launches.arch)
 
 
 def _last_lines(error: Exception) -> str:
@@ -199,29 +209,23 @@ def _last_lines(error: Exception) -> str:
 
 # ---- printing ----------------------------------------------------------------------------------------------
 
-COLUMNS = ("registers", "stack_bytes", "shared_bytes", "wgmma", "mma", "cp_async", "tma", "load_bits",
-           "store_bits")
+COLUMNS = {"registers": "regs", "stack_bytes": "stack", "shared_bytes": "shared", "wgmma": "wgmma",
+           "mma": "mma", "cp_async": "cp", "tma": "tma", "load_bits": "ld", "store_bits": "st"}
+HEAD = f"{'kernel':<34} {'warps':>5} {'stages':>6} {' '.join(f'{head:>6}' for head in COLUMNS.values())}"
 
 
-def show(rows: list[Row]) -> None:
-    """The report as a table on stderr."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(stderr=True, width=180)
-    heads = "regs", "stack", "shared", "wgmma", "mma", "cp", "tma", "ld", "st"
-    table = Table("op", "first shape", "kernel", "constants", "warps/stages", "grid", *heads, box=SIMPLE)
-    for row in (r for r in rows if "kernel" in r):
-        constants = " ".join(f"{name}={value}" for name, value in row["constants"].items())
-        shape = " ".join(f"{name}={value}" for name, value in row["shape"].items())
-        table.add_row(row["op"], shape, row["kernel"].strip("_").removesuffix("_kernel"), constants,
-                      f"{row['num_warps']}/{row['num_stages']}", str(row["grid"] or "?"),
-                      *(str(row[column]) for column in COLUMNS))
-    console.print(table)
-    for row in (r for r in rows if "error" in r or "refused" in r):
+def line(row: Row) -> str:
+    """A row of the table, or what went wrong."""
+    where = f"{row['op']} at {' '.join(f'{name}={size}' for name, size in row['shape'].items())}"
+    if "kernel" not in row:
         kind = "error" if "error" in row else "refused"
-        console.print(f"{kind}: {row['op']} at {row['shape']}: {row[kind]}", markup=False)
+        return f"{kind}: {where}: {row[kind]}"
+    numbers = " ".join(f"{row[column]:>6}" for column in COLUMNS)
+    constants = " ".join(f"{name}={value}" for name, value in row["constants"].items())
+    name = row["kernel"].strip("_").removesuffix("_kernel")
+    trouble = f"  error: {row['error']}" if "error" in row else ""
+    return (f"{name:<34} {row['num_warps']:>5} {row['num_stages']:>6} {numbers}  {constants}  "
+            f"({where}, grid {row['grid']}){trouble}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,8 +236,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--op", default="", help="ops whose name starts with this")
     parser.add_argument("--shapes", choices=("one", "edges", "frozen", "all"), default="all")
     args = parser.parse_args(argv)
-    rows = survey(args.arch, args.op, args.shapes)
-    show(rows)
+    print(HEAD, file=sys.stderr)
+    rows = []
+    for row in survey(args.arch, args.op, args.shapes):
+        rows.append(row)
+        print(line(row), file=sys.stderr, flush=True)
     print(json.dumps(rows))
     return int(any("error" in row for row in rows))
 

@@ -1,7 +1,7 @@
 """Every kernel compiles for a GPU that is not here, within its registers and its shared memory.
 
 The interpreter accepts what a compiler refuses, so each op is compiled for sm_90 once in the default run, at
-its last edge shape, and at all its shapes for sm_90 and sm_80 under `slow`.
+one of its released widths, and at all its shapes for sm_90 and sm_80 under `slow`.
 """
 
 from __future__ import annotations
