@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from dskit.layers.linear import encode
+from dskit import ops
 from dskit.testing import Cases, Maker, Shape
 
 FORMATS = ((8, 32), (8, 64), (8, 128), (4, 32), (4, 16))
@@ -50,7 +50,8 @@ def _encode(shape: Shape, maker: Maker) -> tuple:
 
 
 def _decode(shape: Shape, maker: Maker) -> tuple:
-    return *encode.reference(_values(shape, maker), _fmt(shape)), _fmt(shape), torch.bfloat16
+    encode = ops.find("linear.encode").reference
+    return *encode(_values(shape, maker), _fmt(shape)), _fmt(shape), torch.bfloat16
 
 
 def _stored(shape: Shape) -> int:

@@ -8,9 +8,10 @@ Source: kernels.md 1.1.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from dskit.layers.rope import turns
 from dskit.testing import Cases, Maker, Shape
 
 EDGES = tuple({"rows": rows, "heads": heads, "width": width, "pairs": pairs, "inverse": inverse} | gap
@@ -27,9 +28,8 @@ def _rotate(shape: Shape, maker: Maker) -> tuple:
     rows, width, gap = shape["rows"], shape["width"], shape.get("gap", 0)
     heads = (shape["heads"],) if shape["heads"] else ()
     x = maker.normal(rows, *heads, width + gap)[..., :width]
-    pos = maker.integers(1 << 20, rows)
-    frequency = 10_000.0 ** -torch.linspace(0, 1, shape["pairs"], device=pos.device)
-    return x, turns(pos, frequency), bool(shape["inverse"])
+    angle = maker.uniform(rows, shape["pairs"], high=2 * math.pi)
+    return x, torch.polar(torch.ones_like(angle), angle), bool(shape["inverse"])
 
 
 CASES = [
