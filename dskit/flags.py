@@ -116,6 +116,8 @@ class KernelsArgs:
     """Measure torch.compile of the reference too."""
     quick: bool = False
     """Fewer replays, torch.compile without its own search, and at most 5.5 minutes."""
+    prove: bool = False
+    """Let auto take the kernels that passed their checks on this kind of GPU, and no others."""
     minutes: Annotated[float | None, arg(metavar="FLOAT")] = None
     """Stop after so many minutes; what is left is written as not measured."""
     seed: int = 0
@@ -123,7 +125,7 @@ class KernelsArgs:
     out: Annotated[str | None, arg(metavar="FILE")] = None
     """Write the records here, one JSON object a line, the summary last."""
     result_dir: Folder = None
-    """Write run.json and kernels.jsonl into a new folder in here, for example profiles; then without --out."""
+    """Write run.json and kernels.jsonl into a new folder in here, for example profiles; without --out."""
     machine: Annotated[str | None, arg(metavar="FILE")] = None
     """JSON with name, bytes_per_s and flop_per_s of a GPU; without it floors are the H200's, for an H200."""
     allow_no_gpu: bool = False

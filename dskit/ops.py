@@ -10,7 +10,8 @@ Authority, highest first: `pin` (one module) > `use` > `--kernels` > `DSKIT_USE`
 `auto` on a GPU). Among words of one source the later wins; within one call an op beats its group beats all.
 An explicit choice that cannot be met raises. A group's choice reaches the ops that have the implementation,
 and names those that have not. Only `auto` falls back, and records why; it never takes an interpreted kernel,
-and inside torch.compile it takes the reference, which the compiler fuses by itself.
+nor one that no run on this kind of GPU has proven (`dskit bench kernels --prove`), and inside torch.compile
+it takes the reference, which the compiler fuses by itself.
 
 State: one selection for the process, seen by every thread. A step holds it (`step`), and a choice made
 meanwhile waits for the step's end. A check (`when`) is asked once per shape class: the dtypes and sizes of
@@ -30,6 +31,7 @@ import difflib
 import fnmatch
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import sys
@@ -38,6 +40,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +49,7 @@ from torch import Tensor
 from dskit.table import Table
 
 CHOICES = ("torch", "compile", "triton", "auto")
+PROVEN = Path(__file__).parent / "kernels" / "proven.json"  # GPU -> the run, and the ops whose kernels passed
 AUTO = ("triton",)  # what `auto` tries, in this order, before the reference
 PHASES = ("prefill", "decode")
 HOMES = ("dskit.model", "dskit.engine.sampler")  # importing these registers every op
@@ -237,7 +241,7 @@ class Op:
         reason = not_here(name) or (INTERPRETED if name == "triton" and interpreting() else None)
         try:
             if reason is None:
-                self.implementation(name)
+                reason = unproven(self.name, self.implementation(name))
         except (UnknownImplementation, Unsupported) as error:
             reason = str(error)
         if reason is not None:
@@ -262,6 +266,17 @@ def not_here(name: str) -> str | None:
         return "TRITON_INTERPRET=1 was set after dskit.kernels was imported; set it before, and start again"
     return ("there is no GPU, and a CPU interprets kernels only when TRITON_INTERPRET=1 is set before "
             "dskit.kernels is imported")
+
+
+def unproven(name: str, implementation: Implementation) -> str | None:
+    """Why `auto` does not trust a kernel of dskit's on this GPU yet; None once a run has proven it there."""
+    if not implementation.function.__module__.startswith("dskit.kernels.") or not torch.cuda.is_available():
+        return None
+    gpu = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if name in json.loads(PROVEN.read_text()).get(gpu, {}).get("ops", ()):
+        return None
+    return (f"no run has proven it on {gpu} yet; `dskit bench kernels --prove` checks every kernel at its "
+            "released widths and lets auto take those that are right")
 
 
 def interpreting() -> bool:

@@ -22,15 +22,18 @@ Source
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +66,30 @@ def main(args: Any, command: str) -> int:
             if record["schema"] == worker.SCHEMA:
                 print(records.line(record), flush=True)
     print("\n".join(records.closing(found[-1])))
+    if args.prove and torch.cuda.is_available():
+        prove(found)
     bad = found[-1]["counts"]["wrong"] + found[-1]["counts"]["failed"]
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured; floors are the H200's")
         return 1 if bad else 0 if args.allow_no_gpu else NO_GPU
     return int(bad > 0)
+
+
+def prove(found: list[Record]) -> None:
+    """Tell `auto` which kernels passed at every shape on this kind of GPU; others lose what they had."""
+    passed: dict[str, bool] = {}
+    for record in found:
+        if record["schema"] == worker.SCHEMA:
+            good = record["status"] == "ok" and bool((record["check"] or {}).get("passed"))
+            passed[record["op"]] = good and passed.get(record["op"], True)
+    gpu = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    proven = json.loads(ops.PROVEN.read_text())
+    kept = set(proven.get(gpu, {}).get("ops", ())) - {name for name, good in passed.items() if not good}
+    named = sorted(kept | {name for name, good in passed.items() if good})
+    run = {name: found[0]["env"].get(name) for name in ("gpu", "torch", "triton", "commit")}
+    proven[gpu] = run | {"date": time.strftime("%Y-%m-%d"), "ops": named}
+    ops.PROVEN.write_text(json.dumps(proven, indent=1) + "\n")
+    print(f"{len(named)} kernels are proven on {gpu}: {ops.PROVEN}")
 
 
 def show(found: list[Record], args: Any) -> int:
@@ -122,7 +144,8 @@ def measure(jobs: list[Record], args: Any) -> Iterator[Record]:
                              replays=7 if args.quick else 20, constants=args.machine,
                              every_edge=not args.quick)
     if torch.cuda.is_available() and len({job["op"] for job in jobs}) > 3:
-        warm_up(jobs, options, time.monotonic() + min(600, 0.4 * (end - time.monotonic())))
+        until = time.monotonic() + min(900, 0.4 * (end - time.monotonic()))
+        options = replace(options, ready=warm_up(jobs, options, until))
     found = []
     for record in one_by_one(jobs, options, end):
         found.append(record)
@@ -139,37 +162,55 @@ def launch() -> float | None:
     return timing.launch_us(timing.Device())
 
 
-def start(jobs: list[Record], options: worker.Options, **pipes: Any) -> subprocess.Popen:
-    """A worker that has its jobs."""
-    switches = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "dskit.bench.worker"], stdin=subprocess.PIPE, text=True,
-                               env=os.environ | switches, **pipes)
-    process.stdin.write(json.dumps({"jobs": jobs, "options": asdict(options)}))
-    process.stdin.close()
-    return process
+def start(**switches: str) -> subprocess.Popen:
+    """A worker that waits for its jobs."""
+    if not torch.cuda.is_available():
+        switches["TRITON_INTERPRET"] = "1"
+    return subprocess.Popen([sys.executable, "-m", "dskit.bench.worker"], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, text=True, env=os.environ | switches,
+                            start_new_session=True)
 
 
-def warm_up(jobs: list[Record], options: worker.Options, end: float) -> None:
-    """Run everything once in several processes, so that compilers have filled their caches."""
-    options = worker.Options(**asdict(options) | {"warm": True})
+def stop(process: subprocess.Popen) -> None:
+    """End a worker and the compilers that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def order(jobs: list[Record], options: worker.Options) -> str:
+    """What a worker reads."""
+    return json.dumps({"jobs": jobs, "options": asdict(options)})
+
+
+def warm_up(jobs: list[Record], options: worker.Options, end: float) -> list[str]:
+    """Run everything once, a process per op and as many as there are cores; returns which peers have run."""
     names = list(dict.fromkeys(job["op"] for job in jobs))
-    count = max(1, min(len(names), 8, (os.cpu_count() or 2) // 2))
-    print(f"bench: compiling in {count} processes", file=sys.stderr, flush=True)
-    share = [[job for job in jobs if names.index(job["op"]) % count == i] for i in range(count)]
-    running = [start(part, options, stdout=subprocess.DEVNULL) for part in share]
-    for process in running:
+    count = min(len(names), 16, os.cpu_count() or 1)
+    print(f"bench: compiling {len(names)} ops, {count} at a time", file=sys.stderr, flush=True)
+
+    def one(name: str) -> list[str]:
+        if time.monotonic() > end:
+            return []
+        process = start(TORCHINDUCTOR_COMPILE_THREADS="1")
+        text = order([job for job in jobs if job["op"] == name], replace(options, warm=True))
         try:
-            process.wait(max(1.0, end - time.monotonic()))
+            return process.communicate(text, timeout=max(1.0, end - time.monotonic()))[0].splitlines()
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            stop(process)
+            return process.communicate()[0].splitlines()
+
+    with ThreadPoolExecutor(count) as pool:
+        return [json.loads(text) for lines in pool.map(one, names) for text in lines]
 
 
 def one_by_one(jobs: list[Record], options: worker.Options, end: float) -> Iterator[Record]:
     """Records in the order of the jobs; after a worker's death another one goes on behind its last job."""
     left = list(jobs)
     while left and time.monotonic() < end:
-        process = start(left, options, stdout=subprocess.PIPE)
+        process = start()
+        process.stdin.write(order(left, options))
+        process.stdin.close()
         lines, blame = reader(process), None
         while left and time.monotonic() < end:
             try:
@@ -182,8 +223,7 @@ def one_by_one(jobs: list[Record], options: worker.Options, end: float) -> Itera
                 break
             left.pop(0)
             yield said
-        process.kill()
-        process.wait()
+        stop(process)
         if blame:
             yield unmeasured(left.pop(0), options, "failed", blame)
     for job in left:

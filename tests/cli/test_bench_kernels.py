@@ -96,6 +96,7 @@ def test_rows_and_groups_choose_calls():
 
 # ---- a worker that dies ------------------------------------------------------------------------------------
 
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
 SCRIPT = """
 import json, os, sys, time
 for job in json.load(sys.stdin)["jobs"]:
@@ -107,13 +108,7 @@ for job in json.load(sys.stdin)["jobs"]:
 
 
 def test_a_call_that_breaks_its_process_costs_its_own_record_alone(monkeypatch):
-    def start(jobs, options, **pipes):
-        process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, text=True, **pipes)
-        process.stdin.write(json.dumps({"jobs": jobs}))
-        process.stdin.close()
-        return process
-
-    monkeypatch.setattr(kernels, "start", start)
+    monkeypatch.setattr(kernels, "start", lambda: subprocess.Popen([sys.executable, "-c", SCRIPT], **PIPES))
     monkeypatch.setattr(kernels, "LIMIT_S", 2)
     monkeypatch.setattr(kernels, "unmeasured", lambda job, options, status, why: {**job, "reason": why})
     jobs = [{"op": op} for op in ("a", "lost", "b", "crash", "c", "hang", "d")]
@@ -123,6 +118,41 @@ def test_a_call_that_breaks_its_process_costs_its_own_record_alone(monkeypatch):
     assert reasons == {"crash": "the worker ended with exit code 9", "hang": "no result within 2 s"}
     late = list(kernels.one_by_one(jobs, worker.Options(), time.monotonic() - 1))
     assert {record["reason"] for record in late} == {"the minutes of this run were over"}
+
+
+WARM = """
+import json, sys, time
+order = json.load(sys.stdin)
+assert order["options"]["warm"]
+for name in ("kernel", "peer"):
+    for job in order["jobs"]:
+        print(json.dumps(f"{job['op']} {name}"), flush=True)
+        if job["op"] == "slow": time.sleep(60)
+"""
+
+
+def test_peers_that_did_not_run_while_compiling_are_not_waited_for_later(monkeypatch):
+    monkeypatch.setattr(kernels, "start", lambda **_: subprocess.Popen([sys.executable, "-c", WARM], **PIPES))
+    jobs = [{"op": op, "shape": {}} for op in ("quick", "slow", "quick")]
+    ready = kernels.warm_up(jobs, worker.Options(), time.monotonic() + 3)
+    assert set(ready) == {"quick kernel", "quick peer", "slow kernel"}
+    (peer,) = peers.of("dspark.markov")
+    assert peer.header()["reason"] is None and peer.header([f"dspark.markov {peer.name}"])["reason"] is None
+    assert "while there was time to compile" in peer.header(ready)["reason"]
+
+
+def test_warming_up_runs_everything_once(monkeypatch):
+    monkeypatch.setattr(worker, "device", Stopwatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ran = []
+    kernel = ops.Implementation("triton", lambda *args: ran.append("kernel"))
+    monkeypatch.setattr(ops.Op, "implementation", lambda self, name: kernel)
+    bad = peers.Peer("norm.rms", ("torch",), "bad", lambda *args: 1 / 0)
+    good = peers.Peer("norm.rms", ("torch",), "good", lambda *args: lambda: ran.append("peer"))
+    monkeypatch.setattr(peers, "PEERS", [bad, good])
+    jobs = [{"op": "norm.rms", "shape": {"rows": rows, "width": 32}} for rows in (2, 3)]
+    names = list(worker.warm(jobs, worker.Options(compile=False)))
+    assert names[-2:] == ["norm.rms torch: good"] * 2 and ran == ["kernel", "kernel", "peer", "peer"]
 
 
 # ---- floors and timing -------------------------------------------------------------------------------------
@@ -340,3 +370,18 @@ def test_what_comes_goes_and_where_it_ran_is_told(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["gone"][0]["shape"] == SHAPE and report["added"][0]["shape"] == {"rows": 1}
     assert report["machines"]["gpu"][1] == ["NVIDIA H100"]
+
+
+def test_proving_keeps_what_passed_at_every_shape_and_takes_back_what_did_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ops, "PROVEN", tmp_path / "proven.json")
+    ops.PROVEN.write_text('{"sm_90": {"ops": ["mhc.read", "norm.rms", "rope.rotate"]}}')
+
+    def record(name, passed, status="ok"):
+        return {"schema": worker.SCHEMA, "op": name, "status": status, "check": {"passed": passed},
+                "env": {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc"}}
+
+    kernels.prove([record("norm.rms", True), record("norm.rms", False), record("moe.gate", True),
+                   record("rope.rotate", True, "failed"), {"schema": "summary"}])
+    found = json.loads(ops.PROVEN.read_text())["sm_90"]
+    assert found["ops"] == ["mhc.read", "moe.gate"] and found["gpu"] == "NVIDIA H200"

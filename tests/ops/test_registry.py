@@ -442,3 +442,17 @@ def test_compare_takes_arguments_and_bytes_from_the_case_table():
 def test_the_oracle_of_a_coarse_op_does_not_run_fine_kernels(fake):
     with ops.use({"fake.inner": "doubled"}):
         assert compare("fake.outer", X, only=["torch"])[0]["relative_rms"] == pytest.approx(1.0)
+
+
+def test_auto_trusts_a_kernel_once_a_run_has_proven_it_on_this_gpu(monkeypatch, tmp_path):
+    kernel = ops.Implementation("triton", lambda: None)
+    kernel.function.__module__ = "dskit.kernels.norm"
+    assert ops.unproven("norm.rms", kernel) is None or torch.cuda.is_available()  # a CPU has nothing to prove
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ops, "PROVEN", tmp_path / "proven.json")
+    ops.PROVEN.write_text('{"sm_90": {"ops": ["norm.rms"]}, "sm_80": {"ops": ["mhc.read"]}}')
+    assert ops.unproven("norm.rms", kernel) is None
+    assert "sm_90" in ops.unproven("mhc.read", kernel)
+    kernel.function.__module__ = "__main__"  # a reader's own, registered in a notebook
+    assert ops.unproven("mhc.read", kernel) is None
