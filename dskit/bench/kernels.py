@@ -22,7 +22,6 @@ Source
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
@@ -173,7 +172,7 @@ def start(**switches: str) -> subprocess.Popen:
 
 def stop(process: subprocess.Popen) -> None:
     """End a worker and the compilers that it started."""
-    with contextlib.suppress(ProcessLookupError):
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -188,11 +187,12 @@ def warm_up(jobs: list[Record], options: worker.Options, end: float) -> list[str
     names = list(dict.fromkeys(job["op"] for job in jobs))
     count = min(len(names), 16, os.cpu_count() or 1)
     print(f"bench: compiling {len(names)} ops, {count} at a time", file=sys.stderr, flush=True)
+    running: list[subprocess.Popen] = []
 
     def one(name: str) -> list[str]:
         if time.monotonic() > end:
             return []
-        process = start(TORCHINDUCTOR_COMPILE_THREADS="1")
+        running.append(process := start(TORCHINDUCTOR_COMPILE_THREADS="1"))
         text = order([job for job in jobs if job["op"] == name], replace(options, warm=True))
         try:
             return process.communicate(text, timeout=max(1.0, end - time.monotonic()))[0].splitlines()
@@ -201,7 +201,12 @@ def warm_up(jobs: list[Record], options: worker.Options, end: float) -> list[str
             return process.communicate()[0].splitlines()
 
     with ThreadPoolExecutor(count) as pool:
-        return [json.loads(text) for lines in pool.map(one, names) for text in lines]
+        try:
+            return [json.loads(text) for lines in pool.map(one, names) for text in lines]
+        except BaseException:  # interrupted: whoever compiles has a session of its own
+            for process in running:
+                stop(process)
+            raise
 
 
 def one_by_one(jobs: list[Record], options: worker.Options, end: float) -> Iterator[Record]:
@@ -209,25 +214,31 @@ def one_by_one(jobs: list[Record], options: worker.Options, end: float) -> Itera
     left = list(jobs)
     while left and time.monotonic() < end:
         process = start()
-        process.stdin.write(order(left, options))
-        process.stdin.close()
-        lines, blame = reader(process), None
-        while left and time.monotonic() < end:
-            try:
-                said = lines.get(timeout=min(LIMIT_S, max(1.0, end - time.monotonic())))
-            except queue.Empty:
-                blame = f"no result within {LIMIT_S} s" if time.monotonic() < end else None
-                break
-            if isinstance(said, int):  # its exit code; it sends the record before it gives up a lost context
-                blame = None if said == worker.LOST else f"the worker ended with exit code {said}"
-                break
-            left.pop(0)
-            yield said
-        stop(process)
+        try:
+            process.stdin.write(order(left, options))
+            process.stdin.close()
+            blame = yield from until_it_ends(process, left, end)
+        finally:
+            stop(process)
         if blame:
             yield unmeasured(left.pop(0), options, "failed", blame)
     for job in left:
         yield unmeasured(job, options, "not_measured", "the minutes of this run were over")
+
+
+def until_it_ends(process: subprocess.Popen, left: list[Record], end: float) -> Iterator[Record]:
+    """A worker's records, each job taken off the list; returns what its next job is to be blamed for."""
+    lines = reader(process)
+    while left and time.monotonic() < end:
+        try:
+            said = lines.get(timeout=min(LIMIT_S, max(1.0, end - time.monotonic())))
+        except queue.Empty:
+            return f"no result within {LIMIT_S} s" if time.monotonic() < end else None
+        if isinstance(said, int):  # its exit code; it sends the record before it gives up a lost context
+            return None if said == worker.LOST else f"the worker ended with exit code {said}"
+        left.pop(0)
+        yield said
+    return None
 
 
 def reader(process: subprocess.Popen) -> queue.Queue:

@@ -175,6 +175,7 @@ class Race:
         for _ in range(2):
             for timed in self.contenders.values():
                 timed.rounds.clear()
+                timed.sample()  # so that the clock is read at work, not at rest
             before = state()
             interleave(self.contenders, replays)
             after = state()
@@ -215,8 +216,8 @@ def ratio(theirs: Timed, ours: Timed) -> float:
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in rounds)
 
 
-def launch_us(device: Device) -> float:
-    """An empty Triton kernel in the same graph: what no kernel of ours can undercut."""
+def launch_us(device: Device) -> float | None:
+    """An empty Triton kernel in the same graph: what no kernel of ours can undercut; None without a graph."""
     import triton
 
     @triton.jit
@@ -225,7 +226,7 @@ def launch_us(device: Device) -> float:
 
     line = torch.zeros(1, device="cuda")
     timed = device.prepare([lambda: empty[(1,)](line)])
-    return statistics.median(timed.sample() for _ in range(20))
+    return statistics.median(timed.sample() for _ in range(20)) if timed.graph else None
 
 
 # ---- the card's state --------------------------------------------------------------------------------------
@@ -235,29 +236,34 @@ FIELDS = ("clock_mhz", "memory_mhz", "power_w", "temperature_c")
 
 def state() -> dict[str, float | None]:
     """Clocks, power and temperature now, by NVML, else by nvidia-smi, else None; nothing is set."""
-    try:
-        return dict(zip(FIELDS, _nvml(), strict=True))
-    except Exception:  # no module or no library: the other way
-        pass
-    try:
-        asked = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
-        at = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
-        said = subprocess.run(["nvidia-smi", at, asked, "--format=csv,noheader,nounits"],
-                              capture_output=True, text=True, check=True, timeout=20).stdout
-        return dict(zip(FIELDS, map(float, said.split(",")), strict=True))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return dict.fromkeys(FIELDS)
+    for ask in (_nvml, _smi):
+        try:
+            return dict(zip(FIELDS, ask(), strict=True))
+        except Exception:  # no module, no library, no program: a header without these is still a header
+            continue
+    return dict.fromkeys(FIELDS)
 
 
 def _nvml() -> tuple[float, ...]:
     import pynvml
 
     pynvml.nvmlInit()
-    card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    card = pynvml.nvmlDeviceGetHandleByUUID(_uuid())
     clocks = [pynvml.nvmlDeviceGetClockInfo(card, kind) for kind in
               (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)]
     heat = pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU)
     return *clocks, pynvml.nvmlDeviceGetPowerUsage(card) / 1000, heat
+
+
+def _smi() -> tuple[float, ...]:
+    asked = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    said = subprocess.run(["nvidia-smi", f"--id={_uuid()}", asked, "--format=csv,noheader,nounits"],
+                          capture_output=True, text=True, check=True, timeout=20).stdout
+    return tuple(map(float, said.split(",")))
+
+
+def _uuid() -> str:
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
 def moved(before: dict, after: dict) -> bool:

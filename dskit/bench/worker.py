@@ -4,10 +4,11 @@ Idea
     A kernel that reads where it must not takes its process's CUDA context along.  So `kernels.py` gives the
     calls to a worker, reads its records as they come, and starts another worker after the call that killed
     it.  With `warm` a worker only runs everything once, so that what compiles on first use is in the caches
-    on disk: several do so side by side before one measures alone.
+    on disk: many do so side by side before one measures alone.
 
 Shapes
-    stdin: one JSON object, `jobs` (a list of {"op", "shape"}) and `options`; stdout: one JSON record a line.
+    stdin: one JSON object, `jobs` (a list of {"op", "shape"}) and `options`; stdout: one JSON record a line,
+    with `warm` the name of each peer that has run.
 
 Units
     Microseconds; `cpu_check_s` are seconds of the interpreter and no figure of a GPU.
@@ -63,6 +64,7 @@ class Options:
     replays: int = 20
     constants: str | None = None
     warm: bool = False
+    ready: list[str] | None = None  # peers that ran while compiling; None: nobody compiled before
     every_edge: bool = True
 
 
@@ -73,13 +75,19 @@ def main() -> int:
     os.dup2(2, 1)  # peers and their compilers print
     gc.disable()  # nothing may be freed while a graph is captured
     options = Options(**order["options"])
-    for job in order["jobs"]:
-        record = run(job["op"], job["shape"], options)
-        print(json.dumps(record), file=out, flush=True)
+    work = warm if options.warm else records
+    for result in work(order["jobs"], options):
+        print(json.dumps(result), file=out, flush=True)
         gc.collect()
         if torch.cuda.is_available() and not timing.alive():
             os._exit(LOST)  # an orderly end would hang in the lost context
     return 0
+
+
+def records(jobs: list[Record], options: Options) -> Iterator[Record]:
+    """The record of each job."""
+    for job in jobs:
+        yield run(job["op"], job["shape"], options)
 
 
 def run(name: str, shape: Shape, options: Options) -> Record:
@@ -189,15 +197,11 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
     record["reason"] = implementation.why_not(args, {})
     if record["reason"]:
         return
-    functions = {"kernel": implementation.function, "eager": ops.find(cases.op).reference}
-    if options.compile:
-        functions["compile"] = compiled(cases.op, options.mode)
-    entrants = {name: calling(function) for name, function in functions.items()}
     asked = peers.of(cases.op, options.peer)
-    record["peers"] = [peer.header() for peer in asked]
-    entrants |= {peer.name: peer.prepare for peer in asked if not peer.missing()}
-    if options.warm:
-        return warm(entrants, args)
+    record["peers"] = [peer.header(options.ready) for peer in asked]
+    runners = own(cases.op, implementation, options)
+    runners |= {peer.name: peer.prepare for peer, header in zip(asked, record["peers"], strict=True)
+                if not header["reason"]}
     results = outputs(implementation.function(*copy.deepcopy(args)))
     oracle = right(cases, args, record) if options.check else None
     if oracle:
@@ -206,7 +210,7 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
     del results
     looks = {peer.name: look(peer, oracle, header)
              for peer, header in zip(asked, record["peers"], strict=True) if peer.compare and oracle}
-    for name, prepare in entrants.items():
+    for name, prepare in runners.items():
         race.enter(name, prepare, looks.get(name))
     if "kernel" in race.failed:
         record |= {"status": "failed", "reason": race.failed["kernel"]}
@@ -238,6 +242,14 @@ def look(peer: peers.Peer, oracle: tuple[Tensor, ...], header: Record) -> Callab
     return compare
 
 
+def own(name: str, implementation: ops.Implementation, options: Options) -> dict[str, Callable]:
+    """Kernel, eager reference and compiled reference, each as arguments to call."""
+    functions = {"kernel": implementation.function, "eager": ops.find(name).reference}
+    if options.compile:
+        functions["compile"] = compiled(name, options.mode)
+    return {key: calling(function) for key, function in functions.items()}
+
+
 def calling(function: Callable) -> Callable[..., timing.Call]:
     """Bind the arguments of a function of the op's signature."""
     return lambda *args: lambda: function(*args)
@@ -262,14 +274,41 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def warm(entrants: dict[str, Callable], args: tuple) -> None:
-    """Run everything once; what fails will say so when it is timed."""
-    for name, prepare in entrants.items():
-        try:
+def warm(jobs: list[Record], options: Options) -> Iterator[str]:
+    """Run kernels and compiled references of all jobs once, then their peers; yields who has run."""
+    ops.load_all()
+    for turn in (own, public):
+        for job in jobs:
+            try:
+                implementation = ops.find(job["op"]).implementation("triton")
+                args = all_cases()[job["op"]].make(job["shape"],
+                                                   Maker(device().kind, options.seed, on_device=True))
+                refused = implementation.why_not(args, {})
+            except Exception as error:
+                refused = timing.said(error)
+            if refused:
+                print(f"{job['op']}: {refused}", file=sys.stderr)
+                continue
+            for name, prepare in turn(job["op"], implementation, options).items():
+                if once(f"{job['op']}, {name}", prepare, args):
+                    yield f"{job['op']} {name}"
+
+
+def public(name: str, implementation: ops.Implementation, options: Options) -> dict[str, Callable]:
+    """The peers that are installed."""
+    return {peer.name: peer.prepare for peer in peers.of(name, options.peer) if not peer.missing()}
+
+
+def once(what: str, prepare: Callable, args: tuple) -> bool:
+    """Run a call once; what fails will say so when it is timed."""
+    try:
+        with torch.no_grad(), ops.use("torch"):
             prepare(*copy.deepcopy(args))()
-            torch.cuda.synchronize()
-        except Exception as error:
-            print(f"warming up {name}: {timing.said(error)}", file=sys.stderr)
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"warming up {what}: {timing.said(error)}", file=sys.stderr)
+        return False
+    return True
 
 
 @functools.cache
