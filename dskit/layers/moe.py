@@ -8,11 +8,19 @@ one shared expert answers every token.
     f(x; rho) = ( rho * silu(min(x W1, lim)) * clamp(x W3, -lim, lim) ) W2
     y = sum_i f_idx_i(x; rho_i) + f_shared(x; 1)
 
+Tokens travel to their experts and back: R = T * J rows, one per token and chosen expert (a "slot"), are
+sorted by expert, go through their networks side by side, and are added up where they came from.
+
+    plan      which row is whose: order (row -> slot), place (slot -> row), end (where each expert's rows end)
+    permute   rows in that order, each with its weight
+    combine   each token's J results, in slot order, and the shared expert's
+
 Shapes: x_TD -> y_TD; topk_TJ int64, weight_TJ float32; experts w13 [E, 2I, D] (w1 rows first), w2 [E, D, I].
 Errors: none of its own.
 Numerics: router in float32; the weighted activation is rounded once, then again to e4m3 for w2; experts add
 up in float32 in slot order.
-Kernel: kernels/moe.py (moe.route, moe.swiglu, moe.experts)
+Kernel: kernels/moe.py (moe.gate, moe.route, moe.plan, moe.permute, moe.swiglu, moe.swiglu_quantize,
+moe.combine)
 Source: model.md 3.11, 6.2; config fields n_routed_experts, num_experts_per_tok, swiglu_limit.
 """
 
@@ -25,7 +33,7 @@ from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
-from dskit.layers.linear import Experts, Linear, Numerics, matmul, silu, softplus
+from dskit.layers.linear import Experts, Linear, Numerics, matmul, quantize, silu, softplus
 from dskit.layers.norm import cast, up
 
 
@@ -44,6 +52,22 @@ def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, fac
     return topk, weight * factor
 
 
+@ops.op("moe.gate")
+def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, k: int, normalise: bool, factor: float,
+         temperature: float = 1.0, fixed_TJ: Tensor | None = None, image_T: Tensor | None = None,
+         image_bias_E: Tensor | None = None, row_tile: int | None = None) -> tuple[Tensor, Tensor]:
+    """The whole router, x_TD -> (topk_TJ, weight_TJ): float32 logits, then `route`; image rows by a bias of
+    their own.
+    """
+    x = up(x_TD)
+    logit = matmul(x, up(weight_ED), x.dtype, row_tile)
+    logit = logit if temperature == 1 else logit / temperature
+    bias = bias_E
+    if image_T is not None and image_bias_E is not None:
+        bias = torch.where(image_T[:, None], image_bias_E, bias_E)
+    return route(logit, bias, k, normalise, factor, fixed_TJ, row_tile is not None)
+
+
 @ops.op("moe.swiglu")
 def swiglu(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
            steady: bool = False) -> Tensor:
@@ -55,24 +79,63 @@ def swiglu(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dt
     return cast(hidden if weight is None else hidden * weight, dtype)
 
 
-@ops.op("moe.experts")
-def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, w13: Experts, w2: Experts, limit: float,
-            numerics: Numerics) -> Tensor:
-    """Sum of each token's experts, float32 [T, D]. x_TD is rounded already. Rows are sorted by expert, each
-    expert sees its own, and the results return to slot order; one token alone needs no sorting.
+@ops.op("moe.swiglu_quantize")
+def swiglu_quantize(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
+                    fmt: str, compute: torch.dtype, steady: bool = False) -> Tensor:
+    """`swiglu` in `dtype`; that, quantised in `fmt` and restored, in `compute`: the input of w2."""
+    return quantize(swiglu(gate, linear, weight, limit, dtype, steady), fmt, compute)
+
+
+def activate(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, how: Numerics) -> Tensor:
+    """The input of w2, rounded where the numerics round it."""
+    if how.release:
+        return swiglu_quantize(gate, linear, weight, limit, how.dtype, how.activation_format, how.compute,
+                               how.steady)
+    return swiglu(gate, linear, weight, limit, how.dtype, how.steady)
+
+
+@ops.op("moe.plan", grad=False)
+def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows by expert, inside an expert by token: (expert_R, order_R, place_TJ, end_E).
+
+    Row r holds slot order_R[r] = t * J + j, slot (t, j) stands in row place_TJ[t, j], and expert e owns the
+    rows before end_E[e] (int32; the others int64) that lower experts leave.
     """
-    T, J = topk_TJ.shape
-    expert, weight, order = topk_TJ.flatten(), weight_TJ.flatten(), None
-    if T > 1:
-        order = expert.argsort(stable=True)
-        expert, weight = expert[order], weight[order]
-    rows = x_TD[order // J] if order is not None else x_TD.expand(T * J, -1)
+    expert_R, order_R = topk_TJ.flatten().sort(stable=True)
+    every_E = torch.arange(n_experts, device=topk_TJ.device)
+    end_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
+    return expert_R, order_R, order_R.argsort().view_as(topk_TJ), end_E
+
+
+@ops.op("moe.permute")
+def permute(x_TD: Tensor, weight_TJ: Tensor, order_R: Tensor, place_TJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and their weights as the plan lays out the rows: (rows_RD, weight_R)."""
+    return x_TD[order_R // place_TJ.shape[1]], weight_TJ.take(order_R)
+
+
+@ops.op("moe.combine")
+def combine(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Each token's results added up in slot order, then the shared expert's, [T, D] rounded once; without
+    places the rows are one token's.
+    """
+    y_TJD = y_RD[None] if place_TJ is None else y_RD[place_TJ]
+    y_TD = up(y_TJD).sum(dim=1)
+    return cast(y_TD if shared_TD is None else y_TD + up(shared_TD), dtype)
+
+
+@ops.op("moe.experts")
+def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor | None, w13: Experts,
+            w2: Experts, limit: float, numerics: Numerics) -> Tensor:
+    """Sum of each token's experts and of the shared expert's answer, [T, D]. x_TD is rounded already."""
+    if x_TD.shape[0] == 1:  # a token alone: its rows are in slot order, and nothing is gained by sorting
+        expert, place = topk_TJ[0], None
+        rows, weight = x_TD.expand(topk_TJ.shape[1], -1), weight_TJ[0]
+    else:
+        expert, order, place, _ = plan(topk_TJ, w13.experts)
+        rows, weight = permute(x_TD, weight_TJ, order, place)
     gate, linear = each_expert(rows, w13, expert, numerics.dtype).chunk(2, dim=-1)
-    hidden = swiglu(gate, linear, weight[:, None], limit, numerics.dtype, numerics.steady)
-    y = up(each_expert(numerics.activation(hidden), w2, expert, numerics.dtype))
-    if order is not None:
-        y = torch.empty_like(y).index_copy(0, order, y)
-    return y.unflatten(0, (T, J)).sum(dim=1)
+    hidden = activate(gate, linear, weight[:, None], limit, numerics)
+    return combine(each_expert(hidden, w2, expert, numerics.dtype), place, shared_TD, numerics.dtype)
 
 
 @ops.op("moe.each_expert")
@@ -92,7 +155,8 @@ class Gate(nn.Module):
     def __init__(self, config: ModelConfig, numerics: Numerics, n_experts: int, k: int, hashed: bool):
         super().__init__()
         self.k, self.config, self.row_tile = k, config, numerics.row_tile
-        self.weight = nn.Parameter(torch.empty(n_experts, config.hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(n_experts, config.hidden_size, dtype=numerics.compute),
+                                   requires_grad=False)
         if hashed:
             self.tid2eid = nn.Parameter(torch.zeros(config.vocab_size, k, dtype=torch.int64),
                                         requires_grad=False)
@@ -103,14 +167,11 @@ class Gate(nn.Module):
 
     def forward(self, x_TD: Tensor, ids_T: Tensor, image_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """x_TD -> (topk_TJ, weight_TJ)."""
-        logit = matmul(up(x_TD), up(self.weight), torch.float32, self.row_tile)
-        logit = logit if self.config.gate_temp == 1 else logit / self.config.gate_temp
+        c = self.config
         fixed = self.tid2eid[ids_T] if hasattr(self, "tid2eid") else None
-        bias = getattr(self, "bias", None)
-        if image_T is not None and hasattr(self, "bias_vl"):
-            bias = torch.where(image_T[:, None], self.bias_vl, self.bias)
-        return route(logit, bias, self.k, self.config.norm_topk_prob, self.config.routed_scaling_factor,
-                     fixed, self.row_tile is not None)
+        return gate(x_TD, self.weight, getattr(self, "bias", None), self.k, c.norm_topk_prob,
+                    c.routed_scaling_factor, c.gate_temp, fixed, image_T, getattr(self, "bias_vl", None),
+                    self.row_tile)
 
 
 class SharedExpert(nn.Module):
@@ -126,9 +187,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Rounded x_TD -> y_TD."""
-        hidden = swiglu(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics.dtype,
-                        self.numerics.steady)
-        return self.w2(self.numerics.activation(hidden))
+        return self.w2(activate(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics))
 
 
 class RoutedExperts(nn.Module):
@@ -158,5 +217,5 @@ class MoE(nn.Module):
         """x_TD (normed) -> y_TD."""
         topk, weight = self.gate(x_TD, ids_T, image_T)
         x = self.numerics.activation(x_TD)
-        routed = experts(x, topk, weight, self.experts.w13, self.experts.w2, self.limit, self.numerics)
-        return (routed + up(self.shared_experts(x))).to(self.numerics.dtype)
+        return experts(x, topk, weight, self.shared_experts(x), self.experts.w13, self.experts.w2,
+                       self.limit, self.numerics)

@@ -1,0 +1,582 @@
+"""Mixture of experts but for its products: router, plan, permutation, activation, combination.
+
+Idea
+    router    logits[T, E] = x W^T, cut into tiles of tokens x experts x a part of K, so that one token keeps
+              the memory as busy as thousands do; each part is written, and a second kernel adds the parts in
+              order and chooses: J rounds of "largest, then lowest index" over rows that lie in registers
+    plan      one program per expert reads all slots twice: it counts the lower experts' slots, which is where
+              its own rows begin, then ranks its own by a running sum; nothing is sorted, nobody waits
+    permute   one program per token and piece of its row: read once, written to J places
+    combine   one program per token and piece of its row: J reads in flight, added in slot order, written once
+    swiglu    tiles of whole quantisation groups, [groups, 32], so that clamp, SiLU, routing weight, both
+              roundings and the scale are one pass over gate and linear
+    How tiles are cut by rows stands in the tables below; they are not yet measured.
+
+Shapes
+    As in layers/moe.py; the channels of a row side by side, rows at any stride.
+
+Units
+    Bytes per token (per row, swiglu) at D = 5120, E = 384, J = 6, I = 2304, bfloat16: router 2 D, and 2 D E
+    once; plan 40 J; permute 2 D (1 + J); combine 2 D (J + 2); swiglu 6 I.
+
+Errors
+    ValueError names an argument whose shape does not fit.
+
+Numerics
+    Products of bfloat16 are exact and summed in float32; the order of the sum depends on how many rows there
+    are, unless `row_tile` asks for the same bits in any batch.  A NaN stays one in swiglu, and is never
+    chosen before a number by the router.
+
+Source
+    kernels.md 1.8; model.md 3.11.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dskit import ops
+from dskit.kernels.common import (
+    cdiv,
+    dot,
+    layout,
+    ld,
+    log1p_exp,
+    narrow,
+    pow2,
+    refuse,
+    require,
+    restored,
+    rows_of,
+)
+
+# rows up to -> tokens, experts, further experts of a tile; channels of a step; parts of K; warps; stages
+ROUTER = {16: (16, 64, 0, 128, 20, 4, 3), 64: (32, 64, 0, 128, 20, 4, 3), 256: (64, 64, 0, 128, 10, 4, 4),
+          1024: (64, 128, 0, 64, 5, 4, 4), 1 << 62: (128, 256, 128, 64, 4, 8, 3)}
+ROUTER_WIDE = (16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
+CHOOSE = {1024: (1, 4), 1 << 62: (4, 4)}  # rows up to -> tokens of a program, warps
+SLOTS = 2048  # slots that plan reads at a time
+PIECE = 1024  # channels of a row that one program moves, eight per thread
+CHANNELS = 2048  # channels that one program of swiglu computes, in groups
+ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _up_to(table: dict[int, tuple], rows: int) -> tuple:
+    return next(entry for most, entry in table.items() if rows <= most)
+
+
+# ---- router: logits ----------------------------------------------------------------------------------------
+
+@triton.jit
+def _read(row_ptr, k, D: tl.constexpr, BLOCK_K: tl.constexpr):
+    if D % BLOCK_K == 0:
+        return tl.load(row_ptr + k)
+    return tl.load(row_ptr + k, mask=k < D, other=0.0)
+
+
+@triton.jit
+def _times(x, w, acc):
+    """acc + x w^T; operands of one dtype stay narrow."""
+    if x.dtype == w.dtype:
+        return dot(x, tl.trans(w), acc)
+    return dot(x.to(tl.float32), tl.trans(w.to(tl.float32)), acc)
+
+
+@triton.jit
+def _put(part_ptr, acc, t, e, T, E):
+    inside = (t[:, None] < T) & (e[None, :] < E)
+    tl.store(part_ptr + t.to(tl.int64)[:, None] * E + e[None, :], acc, mask=inside)
+
+
+@triton.jit
+def _router_kernel(x_ptr, w_ptr, part_ptr, T, E, stride_x, stride_w, D: tl.constexpr, STEPS: tl.constexpr,
+                   BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, MORE_E: tl.constexpr,
+                   BLOCK_K: tl.constexpr):
+    """One part of K of a tile of logits, BLOCK_E + MORE_E experts wide, since 384 is 256 + 128.
+
+    Rows and experts beyond the last repeat it: they are read and multiplied, but not written.
+    """
+    first = tl.program_id(1) * (BLOCK_E + MORE_E)
+    part = tl.program_id(2)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = first + tl.arange(0, BLOCK_E)
+    x_row = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[:, None] * stride_x
+    w_row = w_ptr + tl.minimum(e, E - 1).to(tl.int64)[:, None] * stride_w
+    acc = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    if MORE_E > 0:
+        e2 = first + BLOCK_E + tl.arange(0, MORE_E)
+        w2_row = w_ptr + tl.minimum(e2, E - 1).to(tl.int64)[:, None] * stride_w
+        acc2 = tl.zeros((BLOCK_T, MORE_E), tl.float32)
+    for step in range(part * STEPS, tl.minimum((part + 1) * STEPS, tl.cdiv(D, BLOCK_K))):
+        k = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        x = _read(x_row, k, D, BLOCK_K)
+        acc = _times(x, _read(w_row, k, D, BLOCK_K), acc)
+        if MORE_E > 0:
+            acc2 = _times(x, _read(w2_row, k, D, BLOCK_K), acc2)
+    part_ptr += part.to(tl.int64) * T * E
+    _put(part_ptr, acc, t, e, T, E)
+    if MORE_E > 0:
+        _put(part_ptr, acc2, t, e2, T, E)
+
+
+def _logit_parts(x_TD: Tensor, weight_ED: Tensor, steady: bool) -> Tensor:
+    """Float32 [parts of K, T, E], whose sum over the first axis are the logits."""
+    (T, D), E = x_TD.shape, weight_ED.shape[0]
+    x, weight = rows_of(x_TD), rows_of(weight_ED)
+    config = _up_to(ROUTER, 128 if steady else T)
+    if x.dtype == torch.float32 or weight.dtype == torch.float32:
+        config = ROUTER_WIDE
+    tokens, experts, more, channels, parts, warps, stages = config
+    more = more if experts < E else 0
+    experts = max(16, min(experts, pow2(E)))
+    channels = max(16, min(channels, pow2(D)))
+    steps = cdiv(cdiv(D, channels), parts)
+    parts = cdiv(cdiv(D, channels), steps)
+    part_STE = torch.empty(parts, T, E, dtype=torch.float32, device=x.device)
+    grid = (cdiv(T, tokens), cdiv(E, experts + more), parts)
+    if T:
+        _router_kernel[grid](x, weight, part_STE, T, E, x.stride(0), weight.stride(0), D, steps, tokens,
+                             experts, more, channels, num_warps=warps, num_stages=stages)
+    return part_STE
+
+
+# ---- router: choice ----------------------------------------------------------------------------------------
+
+@triton.jit
+def _scores(z_ptr, t, e, T, E, stride_part, PARTS: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """sqrt(softplus(logit)) of a tile, the parts of a logit added in order."""
+    inside = (t[:, None] < T) & (e[None, :] < E)
+    z_at = z_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
+    z = ld(z_at, inside)
+    for _ in tl.static_range(1, PARTS):
+        z_at += stride_part
+        z += ld(z_at, inside)
+    if TEMPERATURE != 1:
+        z = z / TEMPERATURE
+    return tl.sqrt(log1p_exp(z))
+
+
+@triton.jit
+def _route_fwd_kernel(z_ptr, bias_ptr, image_ptr, image_bias_ptr, fixed_ptr, topk_ptr, weight_ptr,
+                      score_ptr, T, E, stride_part, stride_bias, factor, PARTS: tl.constexpr,
+                      J: tl.constexpr, NORMALISE: tl.constexpr, TEMPERATURE: tl.constexpr,
+                      BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    slot = tl.arange(0, BLOCK_J)[None, :]
+    g = _scores(z_ptr, t, e, T, E, stride_part, PARTS, TEMPERATURE)
+    choice = g
+    if bias_ptr is not None:
+        bias = ld(bias_ptr + t.to(tl.int64)[:, None] * stride_bias + e[None, :],
+                  (t[:, None] < T) & (e[None, :] < E))
+        if image_ptr is not None:
+            is_image = tl.load(image_ptr + t, mask=t < T, other=0) != 0
+            bias = tl.where(is_image[:, None], ld(image_bias_ptr + e, e < E)[None, :], bias)
+        choice += bias
+    # a NaN counts as the lowest number; what is out or taken lies below all numbers
+    choice = tl.where(choice >= -3e38, choice, -3e38)
+    choice = tl.where(e[None, :] < E, choice, float("-inf"))
+    chosen = tl.zeros((BLOCK_T, BLOCK_J), tl.int32)
+    score = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
+    for j in tl.static_range(J):
+        if fixed_ptr is None:
+            best = tl.max(choice, axis=1)[:, None]
+            at = tl.min(tl.where(choice == best, e[None, :], E - 1), axis=1)[:, None]
+            choice = tl.where(e[None, :] == at, float("-inf"), choice)
+        else:
+            at = tl.load(fixed_ptr + t.to(tl.int64) * J + j, mask=t < T, other=0).to(tl.int32)[:, None]
+        picked = tl.sum(tl.where(e[None, :] == at, g, 0.0), axis=1)[:, None]
+        chosen = tl.where(slot == j, at, chosen)
+        score = tl.where(slot == j, picked, score)
+    out = t.to(tl.int64)[:, None] * J + slot
+    inside = (t[:, None] < T) & (slot < J)
+    if score_ptr is not None:
+        tl.store(score_ptr + out, score, mask=inside)
+    if NORMALISE:
+        score = score / (tl.sum(score, axis=1)[:, None] + 1e-20)
+    tl.store(topk_ptr + out, chosen.to(tl.int64), mask=inside)
+    tl.store(weight_ptr + out, score * factor, mask=inside)
+
+
+@triton.jit
+def _route_bwd_kernel(topk_ptr, score_ptr, push_ptr, dz_ptr, T, E, factor, J: tl.constexpr,
+                      NORMALISE: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr,
+                      BLOCK_J: tl.constexpr):
+    """A token's row of logit gradients: zero but at its choices."""
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK_J)
+    e = tl.arange(0, BLOCK_E)
+    at = tl.load(topk_ptr + t * J + j, mask=j < J, other=-1).to(tl.int32)
+    g = ld(score_ptr + t * J + j, j < J)
+    push = ld(push_ptr + t * J + j, j < J) * factor
+    if NORMALISE:
+        total = tl.sum(g) + 1e-20
+        push = (push - tl.sum(push * g) / total) / total
+    # d sqrt(softplus(z)) / dz = sigmoid(z) / 2g, and sigmoid(z) = 1 - exp(-g^2), a series where g is small
+    s = g * g
+    slope = tl.where(s < 0.01, g * (0.5 - s * (0.25 - s / 12)), (0.5 - 0.5 * tl.exp(-s)) / tl.maximum(g, 0.1))
+    push *= slope / TEMPERATURE
+    dz = tl.sum(tl.where(at[:, None] == e[None, :], push[:, None], 0.0), axis=0)
+    tl.store(dz_ptr + t * E + e, dz, mask=e < E)
+
+
+def _choose(z_STE: Tensor, bias: Tensor | None, k: int, normalise: bool, factor: float, temperature: float,
+            fixed_TJ: Tensor | None, image_T: Tensor | None, image_bias_E: Tensor | None, keep: bool
+            ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(topk_TJ, weight_TJ, the chosen experts' scores when `keep`) of logits given in parts."""
+    parts, T, E = z_STE.shape
+    k = k if fixed_TJ is None else fixed_TJ.shape[1]
+    require(fixed_TJ is not None or 0 < k <= E, "k", f"is {k}; there are {E} experts to choose from")
+    topk = torch.empty(T, k, dtype=torch.int64, device=z_STE.device)
+    weight = torch.empty(T, k, dtype=torch.float32, device=z_STE.device)
+    score = torch.empty_like(weight) if keep else None
+    if image_T is None or image_bias_E is None:
+        image_T, image_bias_E = None, None
+    stride = 0
+    if bias is not None:
+        require(bias.shape in ((E,), (T, E)), "bias", f"is {tuple(bias.shape)}, not {(E,)} or {(T, E)}")
+        bias = rows_of(bias) if bias.dim() == 2 else bias.contiguous()
+        stride = bias.stride(0) if bias.dim() == 2 else 0
+    tokens, warps = _up_to(CHOOSE, T)
+    if T:
+        _route_fwd_kernel[(cdiv(T, tokens),)](
+            z_STE, bias, image_T, image_bias_E, None if fixed_TJ is None else fixed_TJ.contiguous(), topk,
+            weight, score, T, E, z_STE.stride(0), stride, factor, parts, k, normalise and k > 1, temperature,
+            tokens, pow2(E), pow2(k), num_warps=warps)
+    return topk, weight, score
+
+
+def _logit_gradient(topk: Tensor, score: Tensor, push: Tensor, E: int, normalise: bool, factor: float,
+                    temperature: float) -> Tensor:
+    """Float32 [T, E] from the gradient of weight_TJ."""
+    T, k = topk.shape
+    dz = torch.empty(T, E, dtype=torch.float32, device=push.device)
+    if T:
+        _route_bwd_kernel[(T,)](topk, score, push.contiguous(), dz, T, E, factor, k, normalise and k > 1,
+                                temperature, pow2(E), pow2(k))
+    return dz
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logit, bias, k, normalise, factor, fixed):
+        topk, weight, score = _choose(rows_of(logit)[None], bias, k, normalise, factor, 1.0, fixed, None,
+                                      None, keep=ctx.needs_input_grad[0])
+        ctx.save_for_backward(topk, score)
+        ctx.how = logit.shape[1], normalise, factor, 1.0
+        ctx.mark_non_differentiable(topk)
+        return topk, weight
+
+    @staticmethod
+    def backward(ctx, _, push):
+        return _logit_gradient(*ctx.saved_tensors, push, *ctx.how), None, None, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, k, normalise, factor, temperature, fixed, image, image_bias, steady):
+        parts = _logit_parts(x, weight, steady)
+        topk, share, score = _choose(parts, bias, k, normalise, factor, temperature, fixed, image, image_bias,
+                                     keep=any(ctx.needs_input_grad[:2]))
+        ctx.save_for_backward(x, weight, topk, score)
+        ctx.how = weight.shape[0], normalise, factor, temperature
+        ctx.mark_non_differentiable(topk)
+        return topk, share
+
+    @staticmethod
+    def backward(ctx, _, push):
+        """The two products are the library's: dense, float32, and no slower than a kernel of ours."""
+        x, weight, topk, score = ctx.saved_tensors
+        dz = _logit_gradient(topk, score, push, *ctx.how)
+        dx = (dz @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dweight = (dz.T @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dweight, *[None] * 9
+
+
+def _wide(*tensors: Tensor) -> str | None:
+    return "float64 is the oracle's dtype" if any(t.dtype == torch.float64 for t in tensors) else None
+
+
+@ops.implement("moe.route", "triton", grad=True,
+               when=lambda logit, *_, **__: refuse(logit) or _wide(logit))
+def route(logit_TE: Tensor, bias_TE: Tensor | None, k: int, normalise: bool, factor: float,
+          fixed_TJ: Tensor | None = None, steady: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits -> (topk_TJ, weight_TJ); a row's bits depend on nothing beside it, steady or not."""
+    return _Route.apply(logit_TE, bias_TE, k, normalise, factor, fixed_TJ)
+
+
+@ops.implement("moe.gate", "triton", grad=True, when=lambda x, w, *_, **__: refuse(x, w) or _wide(x, w))
+def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, k: int, normalise: bool, factor: float,
+         temperature: float = 1.0, fixed_TJ: Tensor | None = None, image_T: Tensor | None = None,
+         image_bias_E: Tensor | None = None, row_tile: int | None = None) -> tuple[Tensor, Tensor]:
+    """x_TD -> (topk_TJ, weight_TJ): the whole router in two launches."""
+    require(x_TD.shape[1] == weight_ED.shape[1], "weight_ED",
+            f"is {tuple(weight_ED.shape)}; x_TD has {x_TD.shape[1]} channels")
+    return _Gate.apply(x_TD, weight_ED, bias_E, k, normalise, factor, temperature, fixed_TJ, image_T,
+                       image_bias_E, row_tile is not None)
+
+
+# ---- plan --------------------------------------------------------------------------------------------------
+
+@triton.jit
+def _plan_kernel(topk_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, R, BLOCK: tl.constexpr):
+    mine = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    lower = tl.zeros((BLOCK,), tl.int32)
+    equal = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, R, BLOCK):
+        expert = tl.load(topk_ptr + start + lane, mask=start + lane < R, other=0x7FFFFFFF)
+        lower += (expert < mine).to(tl.int32)
+        equal += (expert == mine).to(tl.int32)
+    row = tl.sum(lower)  # where this expert's rows begin
+    tl.store(end_ptr + mine, row + tl.sum(equal))
+    for start in range(0, R, BLOCK):
+        slot = start + lane
+        own = tl.load(topk_ptr + slot, mask=slot < R, other=0x7FFFFFFF) == mine
+        rank = row + tl.cumsum(own.to(tl.int32), axis=0) - 1
+        tl.store(order_ptr + rank, slot.to(tl.int64), mask=own)
+        tl.store(place_ptr + slot, rank.to(tl.int64), mask=own)
+        tl.store(expert_ptr + rank, tl.zeros((BLOCK,), tl.int64) + mine, mask=own)
+        row += tl.sum(own.to(tl.int32))
+
+
+@ops.implement("moe.plan", "triton", when=lambda topk, *_: refuse(topk))
+def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(expert_R, order_R, place_TJ, end_E), counted on the device; ids lie in [0, n_experts)."""
+    topk = topk_TJ.contiguous()
+    R = topk.numel()
+    require(R < 1 << 31, "topk_TJ", f"has {R} slots; a plan counts in 32 bits")
+    expert, order = topk.new_empty(R), topk.new_empty(R)
+    place = torch.empty_like(topk)
+    end = torch.empty(n_experts, dtype=torch.int32, device=topk.device)
+    block = min(SLOTS, max(32, pow2(R)))
+    _plan_kernel[(n_experts,)](topk, expert, order, place, end, R, block, num_warps=4 if block < SLOTS else 8)
+    return expert, order, place, end
+
+
+# ---- permute and combine: each is the other's gradient -----------------------------------------------------
+
+@triton.jit
+def _permute_kernel(x_ptr, weight_ptr, place_ptr, row_ptr, row_weight_ptr, D, stride_x, J: tl.constexpr,
+                    BLOCK_D: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    x = tl.load(x_ptr + t * stride_x + d, mask=d < D)
+    for j in tl.static_range(J):
+        row = tl.load(place_ptr + t * J + j)
+        tl.store(row_ptr + row * D + d, x, mask=d < D)
+        if weight_ptr is not None:
+            tl.store(row_weight_ptr + row, tl.load(weight_ptr + t * J + j), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def _combine_kernel(y_ptr, place_ptr, shared_ptr, out_ptr, D, stride_y, stride_shared, J: tl.constexpr,
+                    BLOCK_D: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for j in tl.static_range(J):
+        row = t * J + j
+        if place_ptr is not None:
+            row = tl.load(place_ptr + row)
+        total += ld(y_ptr + row * stride_y + d, d < D)
+    if shared_ptr is not None:
+        total += ld(shared_ptr + t * stride_shared + d, d < D)
+    tl.store(out_ptr + t * D + d, narrow(total, out_ptr.dtype.element_ty), mask=d < D)
+
+
+def _pieces(T: int, D: int) -> tuple[tuple[int, int], int, int]:
+    """(grid over tokens and pieces, channels of a piece, warps)."""
+    piece = min(PIECE, pow2(D))
+    return (T, cdiv(D, piece)), piece, max(1, piece // 256)
+
+
+def _spread(x_TD: Tensor, weight_TJ: Tensor | None, place_TJ: Tensor) -> tuple[Tensor, Tensor | None]:
+    (T, D), J = x_TD.shape, place_TJ.shape[1]
+    x, rows = rows_of(x_TD), x_TD.new_empty(T * J, D)
+    weight = None if weight_TJ is None else weight_TJ.contiguous()
+    row_weight = None if weight is None else weight.new_empty(T * J)
+    grid, piece, warps = _pieces(T, D)
+    if rows.numel():
+        _permute_kernel[grid](x, weight, place_TJ, rows, row_weight, D, x.stride(0), J, piece,
+                              num_warps=warps)
+    return rows, row_weight
+
+
+def _collect(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
+    R, D = y_RD.shape
+    T, J = (1, R) if place_TJ is None else place_TJ.shape
+    y, shared = rows_of(y_RD), None if shared_TD is None else rows_of(shared_TD)
+    out = torch.empty(T, D, dtype=dtype, device=y.device)
+    grid, piece, warps = _pieces(T, D)
+    if out.numel():
+        _combine_kernel[grid](y, place_TJ, shared, out, D, y.stride(0),
+                              0 if shared is None else shared.stride(0), J, piece, num_warps=warps)
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, place):
+        ctx.save_for_backward(place)
+        ctx.dtype = x.dtype
+        return _spread(x, weight, place)
+
+    @staticmethod
+    def backward(ctx, push_RD, push_R):
+        place, = ctx.saved_tensors
+        return _collect(push_RD, place, None, ctx.dtype), push_R[place], None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, place, shared, dtype):
+        ctx.place, ctx.dtypes, ctx.rows = place, (y.dtype, None if shared is None else shared.dtype), len(y)
+        return _collect(y, place, shared, dtype)
+
+    @staticmethod
+    def backward(ctx, push):
+        mine, others = ctx.dtypes
+        if ctx.place is None:
+            dy = push.to(mine).expand(ctx.rows, -1)
+        else:
+            dy, _ = _spread(push.to(mine), None, ctx.place)
+        return dy, None, None if others is None else push.to(others), None
+
+
+@ops.implement("moe.permute", "triton", grad=True, when=lambda x, *_: refuse(x))
+def permute(x_TD: Tensor, weight_TJ: Tensor, order_R: Tensor, place_TJ: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows_RD, weight_R) in the plan's order: written by place, so that every token is read once."""
+    require(weight_TJ.shape == place_TJ.shape, "weight_TJ",
+            f"is {tuple(weight_TJ.shape)}, place_TJ {tuple(place_TJ.shape)}")
+    return _Permute.apply(x_TD, weight_TJ, place_TJ.contiguous())
+
+
+@ops.implement("moe.combine", "triton", grad=True,
+               when=lambda y, place, shared, dtype: refuse(y, shared) or _wide(y))
+def combine(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Each token's results in slot order, then the shared expert's, [T, D] of `dtype`."""
+    require(place_TJ is None or place_TJ.numel() == y_RD.shape[0], "place_TJ",
+            f"places {None if place_TJ is None else place_TJ.numel()} rows; y_RD has {y_RD.shape[0]}")
+    return _Combine.apply(y_RD, None if place_TJ is None else place_TJ.contiguous(), shared_TD, dtype)
+
+
+# ---- activation --------------------------------------------------------------------------------------------
+
+@triton.jit
+def _clamped(gate, linear, limit, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        linear = tl.clamp(linear, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate, linear
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) by the square of a root, which a GPU has in one instruction and a quotient not."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return root * root
+
+
+@triton.jit
+def _swiglu_fwd_kernel(gate_ptr, linear_ptr, weight_ptr, out_ptr, R, stride_gate, stride_linear, limit,
+                       I: tl.constexpr, LIMITED: tl.constexpr, DTYPE: tl.constexpr, KIND: tl.constexpr,
+                       GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = (group // tl.cdiv(I, GROUP)).to(tl.int64)
+    column = (group % tl.cdiv(I, GROUP) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    inside = row[:, None] < R
+    if I % GROUP != 0:
+        inside = inside & (column < I)
+    gate, linear = _clamped(ld(gate_ptr + row[:, None] * stride_gate + column, inside),
+                            ld(linear_ptr + row[:, None] * stride_linear + column, inside), limit, LIMITED)
+    hidden = gate * _sigmoid(gate) * linear
+    if weight_ptr is not None:
+        hidden *= ld(weight_ptr + row, row < R)[:, None]
+    if KIND is not None:
+        hidden = restored(narrow(hidden, DTYPE).to(tl.float32), KIND)
+    tl.store(out_ptr + row[:, None] * I + column, narrow(hidden, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_bwd_kernel(gate_ptr, linear_ptr, weight_ptr, push_ptr, dgate_ptr, dlinear_ptr, dweight_ptr,
+                       stride_gate, stride_linear, stride_push, limit, I: tl.constexpr, LIMITED: tl.constexpr,
+                       BLOCK: tl.constexpr):
+    """A row; a clamp passes the gradient of what it left alone."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = 1.0 if weight_ptr is None else ld(weight_ptr + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, I, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        raw_gate = ld(gate_ptr + row * stride_gate + i, i < I)
+        raw_linear = ld(linear_ptr + row * stride_linear + i, i < I)
+        push = ld(push_ptr + row * stride_push + i, i < I)
+        gate, linear = _clamped(raw_gate, raw_linear, limit, LIMITED)
+        share = _sigmoid(gate)
+        total += push * gate * share * linear
+        push *= weight
+        dgate = push * linear * share * (1.0 + gate * (1.0 - share))
+        dlinear = push * gate * share
+        if LIMITED:
+            dgate = tl.where(raw_gate <= limit, dgate, 0.0)
+            dlinear = tl.where(tl.abs(raw_linear) <= limit, dlinear, 0.0)
+        tl.store(dgate_ptr + row * I + i, narrow(dgate, dgate_ptr.dtype.element_ty), mask=i < I)
+        tl.store(dlinear_ptr + row * I + i, narrow(dlinear, dlinear_ptr.dtype.element_ty), mask=i < I)
+    if weight_ptr is not None:
+        tl.store(dweight_ptr + row, narrow(tl.sum(total), dweight_ptr.dtype.element_ty))
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, linear, weight, limit, dtype, fmt, compute):
+        (R, I), weight = gate.shape, None if weight is None else weight.contiguous()
+        ctx.save_for_backward(gate, linear, weight)
+        ctx.limit = limit
+        kind, group = layout(fmt) if fmt else (None, 32)
+        out = torch.empty(R, I, dtype=compute, device=gate.device)
+        block = max(1, CHANNELS // group)
+        if out.numel():
+            _swiglu_fwd_kernel[(cdiv(R * cdiv(I, group), block),)](
+                gate, linear, weight, out, R, gate.stride(0), linear.stride(0), limit, I, limit > 0,
+                ELEMENT[dtype], kind, group, block, num_warps=4)
+        return out
+
+    @staticmethod
+    def backward(ctx, push):
+        """Both roundings pass the gradient, which arrives in the dtype of the result."""
+        gate, linear, weight = ctx.saved_tensors
+        (R, I), push = gate.shape, rows_of(push)
+        dgate = torch.empty(R, I, dtype=gate.dtype, device=gate.device)
+        dlinear = torch.empty(R, I, dtype=linear.dtype, device=gate.device)
+        dweight = None if weight is None else torch.empty_like(weight)
+        if dgate.numel():
+            _swiglu_bwd_kernel[(R,)](
+                gate, linear, weight, push, dgate, dlinear, dweight, gate.stride(0), linear.stride(0),
+                push.stride(0), ctx.limit, I, ctx.limit > 0, min(512, pow2(I)), num_warps=2)
+        return dgate, dlinear, dweight, *[None] * 4
+
+
+def _activation(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
+                fmt: str | None, compute: torch.dtype) -> Tensor:
+    require(gate.shape == linear.shape, "linear", f"is {tuple(linear.shape)}, gate {tuple(gate.shape)}")
+    rows = gate.numel() // max(1, gate.shape[-1])
+    require(weight is None or weight.numel() == rows, "weight", f"is not one number for each of {rows} rows")
+    return _SwiGLU.apply(rows_of(gate), rows_of(linear), weight, limit, dtype, fmt, compute).view(gate.shape)
+
+
+@ops.implement("moe.swiglu", "triton", grad=True, when=lambda x, y, *_, **__: refuse(x, y) or _wide(x, y))
+def swiglu(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
+           steady: bool = False) -> Tensor:
+    """weight * silu(min(gate, limit)) * clamp(linear, -limit, limit), rounded once."""
+    return _activation(gate, linear, weight, limit, dtype, None, dtype)
+
+
+@ops.implement("moe.swiglu_quantize", "triton", grad=True,
+               when=lambda x, y, *_, **__: refuse(x, y) or _wide(x, y))
+def swiglu_quantize(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, dtype: torch.dtype,
+                    fmt: str, compute: torch.dtype, steady: bool = False) -> Tensor:
+    """The same, then quantised in `fmt` and restored, in one pass."""
+    return _activation(gate, linear, weight, limit, dtype, fmt, compute)
