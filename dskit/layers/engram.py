@@ -8,11 +8,11 @@ value is added. Ids are first folded (case, accents and spaces merged), so that 
     X_j += sigmoid(copysign(sqrt(max(|d_j|, 1e-6)), d_j)) * value,
     d_j = <rms(X_j) q_weight_j, rms(key_j) k_weight_j> / sqrt(D)
 
-Shapes: gram [T, Q] folded ids, newest first -> rows [T, C] -> X_TND changed in place of X.
+Shapes: gram [T, Q] folded ids, newest first -> rows [T, C] -> numbers [T, C*Y] -> X_TND in place of X.
 State: the engine remembers the last Q-1 ids of a request; nothing else.
 Errors: ValueError when a tokenizer folds to another size than the config says.
 Numerics: int64 hash without wrap; the gate in float32, one rounding.
-Kernel: kernels/engram.py (engram.hash, engram.rows, engram.gate)
+Kernel: kernels/engram.py (engram.hash, engram.gather, engram.gate)
 Source: model.md 3.10; config fields engram_*.
 """
 
@@ -80,15 +80,28 @@ def hash_rows(gram_TQ: Tensor, multiplier_Q: Tensor, prime_SC: Tensor, offset_SC
     return torch.cat(rows, dim=1)
 
 
+@ops.op("engram.gather")
+def gather(weight: Tensor, scale: Tensor | None, row_TC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table, side by side and as numbers: [T, C] -> [T, C*Y] of `dtype`.
+
+    weight [rows, Y] holds e4m3 codes and scale [rows, Y/32] their E8M0 scales; or, without scales, numbers.
+    """
+    row = weight[row_TC]
+    if scale is not None:
+        row = row.float() * scale_values(scale[row_TC]).repeat_interleave(32, dim=-1)
+    return row.to(dtype).flatten(1)
+
+
 @ops.op("engram.gate")
 def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, k_weight_ND: Tensor,
-         eps: float, steady: bool = False) -> Tensor:
-    """Add the value to every stream, as far as its key fits it: X_TND of the same dtype."""
+         eps: float, image_T: Tensor | None = None, steady: bool = False) -> Tensor:
+    """Add the value to every stream, as far as its key fits it: X_TND of the same dtype; image rows stay."""
     X, key = up(X_TND), up(key_TND)
     norm = torch.rsqrt(X.pow(2).mean(-1) + eps) * torch.rsqrt(key.pow(2).mean(-1) + eps)
     fit = (X * key * (up(q_weight_ND) * up(k_weight_ND))).sum(-1) * norm * X.shape[-1] ** -0.5
     opening = sigmoid(torch.copysign(fit.abs().clamp(min=1e-6).sqrt(), fit), steady)
-    return (X + opening[..., None] * up(value_TD)[:, None]).to(X_TND.dtype)
+    mixed = (X + opening[..., None] * up(value_TD)[:, None]).to(X_TND.dtype)
+    return mixed if image_T is None else torch.where(image_T[:, None, None], X_TND, mixed)
 
 
 class Table(nn.Module):
@@ -102,10 +115,7 @@ class Table(nn.Module):
 
     def forward(self, row_TC: Tensor) -> Tensor:
         """Rows [T, C] -> [T, C*Y], restored in the dtype of values."""
-        row = self.weight[row_TC]
-        if self.scale is not None:
-            row = row.float() * scale_values(self.scale[row_TC]).repeat_interleave(32, dim=-1)
-        return row.to(self.numerics.dtype).flatten(1)
+        return gather(self.weight, self.scale, row_TC, self.numerics.dtype)
 
 
 class Engram(nn.Module):
@@ -131,6 +141,5 @@ class Engram(nn.Module):
         """Inject the memory of the n-grams ending at each token; image tokens pass through unchanged."""
         rows = hash_rows(gram_TQ, self.multiplier, self.prime, self.offset)
         kv = self.wkv(self.numerics.activation(self.embed(rows))).unflatten(-1, (self.streams + 1, -1))
-        mixed = gate(X_TND, kv[:, :-1], kv[:, -1], self.q_weight, self.k_weight, self.eps,
-                     self.numerics.steady)
-        return mixed if image_T is None else torch.where(image_T[:, None, None], X_TND, mixed)
+        return gate(X_TND, kv[:, :-1], kv[:, -1], self.q_weight, self.k_weight, self.eps, image_T,
+                    self.numerics.steady)
