@@ -191,14 +191,28 @@ _DROPPED = frozenset(("Ev Idx", "Record function id", "Concrete Inputs", "Input 
 
 
 def slim(trace: dict[str, Any]) -> dict[str, Any]:
-    """A trace to keep and to show: no host name, no allocations, times from zero, only what viewers read."""
+    """A trace to keep and to show: no host name, no allocations, no torch call inside another one."""
     events = [e for e in trace["traceEvents"] if e["name"] != "[memory]"]
     zero = min((e["ts"] for e in events if e["ph"] == "X"), default=0.0)
     on_gpu = any(e.get("cat") in ON_DEVICE for e in events)
     dropped = _DROPPED if on_gpu else _DROPPED | {"External id"}
     kept = {"distributedInfo": {"rank": 0, "world_size": 1}}
     kept |= {key: trace[key] for key in _KEPT if key in trace}
-    return kept | {"traceEvents": [_slim_event(e, zero, dropped) for e in events]}
+    return kept | {"traceEvents": [_slim_event(e, zero, dropped) for e in _outermost(events)]}
+
+
+def _outermost(events: list[Event]) -> list[Event]:
+    """Events without the torch calls that other torch calls make: more than half of a trace."""
+    until: dict[Any, float] = defaultdict(float)
+    kept = []
+    for event in sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0))):
+        if event.get("cat") == "cpu_op":
+            thread = event["pid"], event["tid"]
+            if event["ts"] < until[thread]:
+                continue
+            until[thread] = event["ts"] + event["dur"]
+        kept.append(event)
+    return kept
 
 
 def _slim_event(event: Event, zero: float, dropped: frozenset[str]) -> Event:

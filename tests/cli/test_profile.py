@@ -175,6 +175,22 @@ def test_another_thread_is_seen_and_an_error_closes_the_profile():
     assert ops._state.ranges == 0 and not failed.table()
 
 
+@pytest.mark.gpu
+def test_a_gpu_s_time_belongs_to_the_op_that_launched_it():
+    norm = RMSNorm(5120, 1e-6, torch.bfloat16).cuda()
+    x = torch.ones(4096, 5120, device="cuda", dtype=torch.bfloat16)
+    norm(x)
+    with profile(memory=True) as seen:
+        norm(x)
+        x + 1
+    rows = {row["op"]: row for row in seen.table()}
+    assert 0 < rows["norm.rms"]["cuda_ms"] < seen.summary()["wall_ms"]
+    assert rows["(between steps)"]["cuda_ms"] > 0, "the addition belongs to no op"
+    assert sum(row["cuda_share"] for row in rows.values()) == pytest.approx(1.0)
+    assert 0 <= seen.summary()["gpu_idle_share"] < 1 and seen.snapshot["segments"]
+    assert seen.memory[1]["peak_mb"] >= seen.memory[1]["held_mb"] > 0
+
+
 # ---- arithmetic, on a trace that was written by hand -------------------------------------------------------
 
 
@@ -215,9 +231,12 @@ def test_layers_are_written_as_spans():
 
 def test_a_slim_trace_keeps_what_viewers_read():
     raw = {"host_name": "mine", "traceName": "/home/me/x", "deviceProperties": [], "schemaVersion": 1,
-           "traceEvents": [event("dskit::profile", 1000.12345, 1, **{"Ev Idx": 3}),
-                           event("gemm", 1001, 2, "kernel", correlation=7, **{"External id": 4})]}
+           "traceEvents": [event("dskit::profile", 1000.12345, 9, **{"Ev Idx": 3}),
+                           event("gemm", 1001, 2, "kernel", correlation=7, **{"External id": 4}),
+                           event("aten::to", 1002, 3, "cpu_op"), event("aten::copy_", 1003, 1, "cpu_op"),
+                           event("aten::copy_", 1003, 1, "cpu_op", tid=2)]}
     slim = traces.slim(raw)
+    assert [(e["name"], e["tid"]) for e in slim["traceEvents"][2:]] == [("aten::to", 1), ("aten::copy_", 2)]
     assert set(slim) == {"distributedInfo", "deviceProperties", "schemaVersion", "traceEvents"}
     assert slim["traceEvents"][0]["ts"] == 0 and "args" not in slim["traceEvents"][0]
     assert slim["traceEvents"][1]["args"] == {"correlation": 7, "External id": 4}

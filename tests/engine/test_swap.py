@@ -25,6 +25,7 @@ def llm():
 def again(monkeypatch):
     """A second implementation of moe.route, and the threads that it ran in."""
     monkeypatch.setattr(ops, "_rules", [])
+    ops.use("torch")  # on a GPU too
     threads = []
 
     @ops.implement("moe.route", "again", grad=True)
@@ -62,7 +63,7 @@ def test_the_interpreted_norms_give_the_same_greedy_text(llm, again):
     """A real kernel, interpreted, for one token of a running request."""
     if not torch.cuda.is_available() and "triton" not in _available("norm.rms"):
         pytest.skip("norm.rms has no Triton kernel here")
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     want = llm.generate(IDS[:4], params).token_ids
     before = ops.find("norm.rms").implementation("triton").calls
     handle = llm.submit(IDS[:4], params, start=False)
@@ -125,16 +126,16 @@ def test_graphs_are_captured_again_under_the_new_choice(llm, again, monkeypatch)
     assert graphs.seen == "again" and ops.revision() > before
 
 
-def test_nothing_computed_by_other_kernels_is_reused(again):
-    with LLM("tiny", max_model_len=128) as fresh:
+def test_nothing_computed_by_other_kernels_is_reused(llm, again):
+    with LLM(llm.model, max_model_len=128) as fresh:
         fresh.generate(IDS * 9, ONE)
         assert fresh.generate(IDS * 9, ONE).usage.cached_tokens > 0
         fresh.swap({"moe.route": "again"})
         assert fresh.generate(IDS * 9, ONE).usage.cached_tokens == 0
 
 
-def test_a_closed_llm_swaps_nothing(again):
-    with LLM("tiny") as gone:
+def test_a_closed_llm_swaps_nothing(llm):
+    with LLM(llm.model, max_model_len=64) as gone:
         pass
     with pytest.raises(RuntimeError, match="closed"):
         gone.swap("torch")

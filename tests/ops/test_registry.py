@@ -39,6 +39,7 @@ def fake(monkeypatch):
 
     asked.clear()
     monkeypatch.setattr(ops, "_rules", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("DSKIT_USE", raising=False)
     ops._apply(ops._ops.values())
     yield outer
