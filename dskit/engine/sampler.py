@@ -105,7 +105,8 @@ def draw(
             top_p_R.masked_fill(top_p_R >= 1, math.inf)[:, None],
             min_p_R[:, None],
         )
-    return torch.where(greedy_R, logits_RV.argmax(-1), inverse_cdf(probs_RV, u_R[:, None]))
+    drawn_R = inverse_cdf(probs_RV, u_R[:, None]).clamp_max(logits_RV.shape[-1] - 1)  # a row of NaN: some id
+    return torch.where(greedy_R, logits_RV.argmax(-1), drawn_R)
 
 
 def _edit(row_V: Tensor, seq: Sequence) -> None:
