@@ -21,9 +21,9 @@ Errors
     ValueError naming the argument whose shape or dtype is wrong.
 
 Numerics
-    Products and exponentials in float32, sums over blocks in float64.  A draft is judged by the logarithms of
-    its chances; the result differs from the float64 reference's only where u lies within about 1e-6 of a
-    boundary.
+    Products and exponentials in float32, cumulative sums in float64.  A draft is judged by the exponential of
+    a difference of logits, so that equal p and q give exactly 1; the result differs from the float64
+    reference's only where u lies within about 1e-6 of a boundary.
 
 Source
     kernels.md 1.9, dspark.md 3.3 and 8 (K6, K9).
@@ -204,51 +204,52 @@ def _accept_stats_kernel(target_ptr, draft_ptr, first_ptr, length_ptr, temperatu
 
 @triton.jit
 def _join(peak, mass, scale):
-    """Of rows [LINES, BLOCKS]: (largest logit, log2 of the sum of exponentials relative to it)."""
+    """Of rows [LINES, BLOCKS]: (largest logit, its probability)."""
     top = tl.max(peak, axis=1)
     top = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum(mass * tl.exp2((peak - top[:, None]) * scale), axis=1)
-    return top, tl.log2(tl.where(total > 0, total, 1.0))
+    return top, 1.0 / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
 def _judge(target_ptr, draft_ptr, token_ptr, first, length, temperature, u_ptr, peak_ptr, mass_ptr, best_ptr,
            stride_target, stride_draft, stride_step, request, blocks, DRAFTS: tl.constexpr,
            LINES: tl.constexpr, BLOCKS: tl.constexpr):
-    """(drafts that hold, largest logit of the row after them; top and log2 of the norm there, of p and q)."""
+    """(drafts that hold, best id of the row after them; of p and q there: largest logit, its probability)."""
     j, n = tl.arange(0, LINES), tl.arange(0, BLOCKS)
     scale = softmax_scale(temperature)
     at = (request * (2 * DRAFTS + 1) + j)[:, None] * blocks + n[None, :]
     inside = (j <= length)[:, None] & (n < blocks)[None, :]
     peak = tl.load(peak_ptr + at, inside, float("-inf"))
-    p_top, p_norm = _join(peak, tl.load(mass_ptr + at, inside, 0.0), scale)
+    p_top, p_share = _join(peak, tl.load(mass_ptr + at, inside, 0.0), scale)
     block = tl.min(tl.where(peak == p_top[:, None], n[None, :], BLOCKS), axis=1)  # the first of equal ones
     best = tl.sum(tl.where(n[None, :] == block[:, None], tl.load(best_ptr + at, inside, 0), 0), axis=1)
     at += (DRAFTS + 1) * blocks
     inside = (j < length)[:, None] & (n < blocks)[None, :]
-    q_top, q_norm = _join(tl.load(peak_ptr + at, inside, float("-inf")), tl.load(mass_ptr + at, inside, 0.0),
+    q_top, q_share = _join(tl.load(peak_ptr + at, inside, float("-inf")), tl.load(mass_ptr + at, inside, 0.0),
                           scale)
 
     drafted = j < length
     token = tl.load(token_ptr + request * DRAFTS + j, drafted, 0)
     p = tl.load(target_ptr + (first + j) * stride_target + token, drafted, 0.0)
     q = tl.load(draft_ptr + request * stride_draft + j * stride_step + token, drafted, 0.0)
-    ratio = tl.exp2(((p - p_top) - (q - q_top)) * scale - (p_norm - q_norm)).to(tl.float64)
+    ratio = tl.exp2(((p - p_top) - (q - q_top)) * scale).to(tl.float64)
+    ratio *= p_share.to(tl.float64) / q_share.to(tl.float64)  # float64 divides exactly: 1 where p = q
     u = tl.load(u_ptr + request * (DRAFTS + 1) + j, drafted, 0.0)
     holds = tl.where(temperature < GREEDY_BELOW, token == best, (q > float("-inf")) & (u < ratio))
     accepted = tl.min(tl.where(holds & drafted, LINES, j))
     here = j == accepted
     return (accepted, tl.sum(tl.where(here, best, 0)),
-            tl.sum(tl.where(here, p_top, 0.0)), tl.sum(tl.where(here, p_norm, 0.0)),
-            tl.sum(tl.where(here, q_top, 0.0)), tl.sum(tl.where(here, q_norm, 0.0)))
+            tl.sum(tl.where(here, p_top, 0.0)), tl.sum(tl.where(here, p_share, 0.0)),
+            tl.sum(tl.where(here, q_top, 0.0)), tl.sum(tl.where(here, q_share, 0.0)))
 
 
 @triton.jit
-def _left(p_ptr, q_ptr, i, vocab, fell, p_top, p_norm, q_top, q_norm, scale):
+def _left(p_ptr, q_ptr, i, vocab, fell, p_top, p_share, q_top, q_share, scale):
     """max(p - q, 0) at ids i, p itself unless a draft fell."""
     p = tl.load(p_ptr + i, i < vocab, float("-inf"))
     q = tl.load(q_ptr + i, i < tl.where(fell, vocab, 0), float("-inf"))
-    return tl.maximum(tl.exp2((p - p_top) * scale - p_norm) - tl.exp2((q - q_top) * scale - q_norm), 0.0)
+    return tl.maximum(tl.exp2((p - p_top) * scale) * p_share - tl.exp2((q - q_top) * scale) * q_share, 0.0)
 
 
 @triton.jit
@@ -259,7 +260,7 @@ def _accept_rest_kernel(target_ptr, draft_ptr, token_ptr, first_ptr, length_ptr,
     request, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, length = tl.load(first_ptr + request), tl.load(length_ptr + request)
     temperature = tl.load(temperature_ptr + request)
-    accepted, _, p_top, p_norm, q_top, q_norm = _judge(
+    accepted, _, p_top, p_share, q_top, q_share = _judge(
         target_ptr, draft_ptr, token_ptr, first, length, temperature, u_ptr, peak_ptr, mass_ptr, best_ptr,
         stride_target, stride_draft, stride_step, request, blocks, DRAFTS, LINES, BLOCKS)
     fell = accepted < length
@@ -267,7 +268,7 @@ def _accept_rest_kernel(target_ptr, draft_ptr, token_ptr, first_ptr, length_ptr,
         i = block * BLOCK + tl.arange(0, BLOCK)
         rest = _left(target_ptr + (first + accepted) * stride_target,
                      draft_ptr + request * stride_draft + accepted * stride_step,
-                     i, vocab, fell, p_top, p_norm, q_top, q_norm, softmax_scale(temperature))
+                     i, vocab, fell, p_top, p_share, q_top, q_share, softmax_scale(temperature))
         tl.store(rest_ptr + request * blocks + block, tl.sum(rest))
 
 
@@ -279,7 +280,7 @@ def _accept_pick_kernel(target_ptr, draft_ptr, token_ptr, first_ptr, length_ptr,
     request = tl.program_id(0).to(tl.int64)
     first, length = tl.load(first_ptr + request), tl.load(length_ptr + request)
     temperature = tl.load(temperature_ptr + request)
-    accepted, best, p_top, p_norm, q_top, q_norm = _judge(
+    accepted, best, p_top, p_share, q_top, q_share = _judge(
         target_ptr, draft_ptr, token_ptr, first, length, temperature, u_ptr, peak_ptr, mass_ptr, best_ptr,
         stride_target, stride_draft, stride_step, request, blocks, DRAFTS, LINES, BLOCKS)
     if temperature >= GREEDY_BELOW:
@@ -288,7 +289,7 @@ def _accept_pick_kernel(target_ptr, draft_ptr, token_ptr, first_ptr, length_ptr,
         rest = tl.load(rest_ptr + request * blocks + n, n < tl.where(accepted < length, blocks, 0), 0.0)
         fell = tl.sum(rest) > 0  # a rest that rounding left empty: p
         at = (request * (2 * DRAFTS + 1) + accepted) * blocks + n
-        whole = tl.exp2((tl.load(peak_ptr + at, n < blocks, float("-inf")) - p_top) * scale - p_norm)
+        whole = tl.exp2((tl.load(peak_ptr + at, n < blocks, float("-inf")) - p_top) * scale) * p_share
         whole *= tl.load(mass_ptr + at, n < blocks, 0.0)
         weight = tl.where(fell, rest, whole).to(tl.float64)
         target = tl.load(u_ptr + request * (DRAFTS + 1) + DRAFTS) * tl.sum(weight)
@@ -296,7 +297,7 @@ def _accept_pick_kernel(target_ptr, draft_ptr, token_ptr, first_ptr, length_ptr,
         target -= tl.sum(tl.where(n < block, weight, 0.0))
         left = _left(target_ptr + (first + accepted) * stride_target,
                      draft_ptr + request * stride_draft + accepted * stride_step,
-                     block * BLOCK + tl.arange(0, BLOCK), vocab, fell, p_top, p_norm, q_top, q_norm, scale)
+                     block * BLOCK + tl.arange(0, BLOCK), vocab, fell, p_top, p_share, q_top, q_share, scale)
         best = block * BLOCK + first_beyond(left.to(tl.float64), target)
     tl.store(accepted_ptr + request, accepted.to(tl.int64))
     tl.store(next_ptr + request, best.to(tl.int64))

@@ -125,7 +125,7 @@ def _search(x_ptr, mass_ptr, count, low, by_mass, target, top, scale, WIDTH: tl.
             weight = one[None, :]
             if WIDTH > 1:
                 whole = tl.where(by_mass, tl.load(mass_ptr + i, i < count, 0.0) * one, one)
-                below = (WIDTH - 1) * tl.exp2((_value(pivot) - top) * scale)
+                below = (WIDTH - 1) * tl.exp2((tl.maximum(_value(pivot), -1e30) - top) * scale)
                 weight = tl.maximum(weight, whole[None, :] - below[:, None])
             total += tl.sum(tl.where(_key(x)[None, :] >= pivot[:, None], weight, 0.0), axis=1).to(tl.float64)
         best = tl.maximum(tl.sum((total >= target).to(tl.int32)) - 1, 0)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from dskit.engine.sampler import _filter, _splitmix64, inverse_cdf, sample, uniform
+from dskit import ops
+from dskit.engine.sampler import _filter, _splitmix64, draw, inverse_cdf, sample, uniform
 from dskit.engine.seq import Request, SamplingParams, Sequence
 
 V = 50
@@ -114,6 +115,60 @@ def test_inverse_cdf_never_picks_probability_zero():
         assert inverse_cdf(probs, torch.tensor([[u]], dtype=torch.float64)).item() == (1 if u < 0.3 else 3)
     subnormal = torch.tensor([[1.0, 1e-300, 0.0]], dtype=torch.float64)
     assert inverse_cdf(subnormal, torch.tensor([[1 - 2**-53]], dtype=torch.float64)).item() == 0
+
+
+def columns(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, device="cpu"):
+    """The parameters of `draw` for n rows, and a u from the middle of each n-th part of [0, 1)."""
+    values = (temperature, top_p, min_p)
+    temperature, top_p, min_p = (torch.full((n,), v, dtype=torch.float64, device=device) for v in values)
+    u = (torch.arange(n, dtype=torch.float64, device=device) + 0.5) / n
+    return temperature, torch.full((n,), top_k, device=device), top_p, min_p, u
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_each_token_has_its_share_of_the_unit_interval(implementation, device):
+    """Evenly spread u give every kept token the count that its probability says, within one at each end."""
+    interpreted = implementation == "triton" and device.type == "cpu"
+    n = 8 if interpreted else 5000
+    row = logits()[:, :20]
+    want = torch.tensor(filtered((row[0].double() / 1.3).softmax(-1).tolist(), 6, 0.9, 0.02))
+    run = ops.find("sampler.draw").implementation(implementation).function
+    rows = row.expand(n, -1).contiguous().to(device)
+    ids = run(rows, *columns(n, 1.3, 6, 0.9, 0.02, device=device)).cpu()
+    assert (ids.diff() >= 0).all()
+    counts = ids.bincount(minlength=20)
+    assert not counts[want == 0].any()
+    assert ((counts - n * want / want.sum()).abs() <= 1).all()
+
+
+def test_greedy_rows_and_forbidden_tokens_of_a_batch():
+    rows = logits(3)
+    rows[:, 10:] = -math.inf
+    rows[2, 3] = rows[2, 7] = rows[2].max() + 1
+    temperature, *rest = columns(3, top_k=40, top_p=0.99)
+    temperature[1:] = 0
+    ids = draw(rows, temperature, *rest)
+    assert ids[0] < 10 and ids[1] == rows[1].argmax() and ids[2] == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_row_without_a_distribution_gives_an_id_that_exists(implementation, value, device):
+    rows = torch.full((1, 70), value, device=device)
+    ids = ops.find("sampler.draw").implementation(implementation).function(
+        rows, *columns(1, top_k=3, top_p=0.9, device=device)
+    )
+    assert 0 <= ids.item() < 70
+
+
+def test_the_engine_may_draw_by_the_kernel(device):
+    """The same requests, penalties among them, under either implementation."""
+    rows = logits(3)
+    seqs = [sequence(seed=5, temperature=0.8, top_p=0.9), sequence(temperature=0.0, logit_bias={7: 50}),
+            sequence(seed=6, new=[8, 9, 9], temperature=1.0, top_k=4, frequency_penalty=0.7)]
+    want = [one.token_id for one in sample(rows, seqs)]
+    with ops.use({"sampler.draw": "triton"}):
+        assert [one.token_id for one in sample(rows.to(device), seqs)] == want
 
 
 def test_penalties_and_bias_in_order():
