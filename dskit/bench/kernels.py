@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ import torch
 
 from dskit import ops
 from dskit.bench import environment, floors, records, worker
-from dskit.testing import all_cases
+from dskit.testing import Shape, all_cases
 
 Record = dict[str, Any]
 QUICK_ROWS = (128, 4096)  # measured first: a decode step and a prefill
@@ -104,7 +104,7 @@ def show(found: list[Record], args: Any) -> int:
 
 
 def chosen(args: Any) -> list[Record]:
-    """The (op, shape) pairs that the flags name; the rows of a decode step and of a prefill come first."""
+    """The (op, shape) pairs that the flags name, the most telling ones first."""
     ops.load_all()
     table = all_cases()
     wanted = {word for word in args.op.split(",") if word}
@@ -113,10 +113,23 @@ def chosen(args: Any) -> list[Record]:
         raise ValueError(f"--op {', '.join(sorted(wanted - known))}: no case table names it; "
                          f"there are {', '.join(sorted(known))}")
     rows = {int(word) for word in args.rows.split(",") if word}
-    jobs = [{"op": name, "shape": shape} for name, cases in table.items()
+    jobs = [(order, {"op": name, "shape": shape}) for name, cases in table.items()
             if wanted & {"all", name, name.split(".")[0]}
-            for shape in cases.frozen if not rows or shape.get("rows") in rows]
-    return sorted(jobs, key=lambda job: job["shape"].get("rows") not in QUICK_ROWS)
+            for shape, order in zip(cases.frozen, urgency(cases.frozen), strict=True)
+            if not rows or shape.get("rows") in rows]
+    return [job for _, job in sorted(jobs, key=lambda pair: pair[0])]
+
+
+def urgency(shapes: Sequence[Shape]) -> list[int]:
+    """0 for a decode step and a prefill at an op's first widths, 1 for its other rows or other widths, 2 for
+    both: a run that ends early has seen every op.
+    """
+    widths = [{name: size for name, size in shape.items() if name != "rows"} for shape in shapes]
+    usual = {shape.get("rows") for shape in shapes} & set(QUICK_ROWS)
+    middle = {len(shapes) // 2, len(shapes) - 1}  # where rows are counted in another way
+    return [(width != widths[0] if usual else False)
+            + (shape.get("rows") not in usual if usual else i not in middle)
+            for i, (shape, width) in enumerate(zip(shapes, widths, strict=True))]
 
 
 def destination(args: Any, command: str) -> Path | None:
