@@ -135,7 +135,7 @@ def model_bytes(config: ModelConfig, numerics: Numerics, storage: str) -> int:
     total = 0
     for weight in layout(config):
         if weight.fmt in ("fp8", "fp4") and storage == "expanded":
-            total += _count(weight.shape) * numerics.compute.itemsize
+            total += _count(weight.shape) * (numerics.held if config.quantized else numerics.compute).itemsize
         else:
             stored = stored_form(weight, config).values()
             total += sum(_count(shape) * _BYTES[dtype] for dtype, shape in stored)

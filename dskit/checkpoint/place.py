@@ -5,7 +5,7 @@ by. Names are attribute paths; only the routed experts differ: all w1 and w3 of 
 tensor, which is allocated once and filled expert by expert. So nothing is ever held twice.
 
     packed    codes and scales as stored, restored when used (the default on a GPU)
-    expanded  numbers of the compute dtype (the default on a CPU and in exact numerics)
+    expanded  numbers, of the dtype that numerics hold (the default on a CPU and in exact numerics)
 
 Shapes: experts.w13.weight [E, 2I, D], rows of w1, then w3 (MXFP4 [E, 2I, D/2]); experts.w2.weight [E, D, I].
 State: the model belongs to the caller; buffers and parameters are on its device when `finish` has run.
@@ -69,7 +69,7 @@ def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *,
         if scale is not None and storage == "packed":
             module.weight, module.scale = _parameter(_copy(tensor, device)), _parameter(_copy(scale, device))
         else:
-            dtype = torch.float32 if module.fmt == "fp32" else module.numerics.compute
+            dtype = torch.float32 if module.fmt == "fp32" else _dtype(module, scale)
             module.weight = _parameter(_numbers(weight, tensor, scale, module, device, dtype))
     else:
         setattr(module, leaf, _parameter(_copy(tensor, device, getattr(module, leaf).dtype)))
@@ -80,7 +80,7 @@ def _place_expert(model: Model, expert: re.Match, weight: Weight, tensor: Tensor
     at, number, name = expert[1], int(expert[2]), expert[3]
     stack = model.get_submodule(f"{at}.{'w2' if name == 'w2' else 'w13'}")
     if scale is None or storage == "expanded":
-        tensor, scale = _numbers(weight, tensor, scale, stack, device, stack.numerics.compute), None
+        tensor, scale = _numbers(weight, tensor, scale, stack, device, _dtype(stack, scale)), None
     elif weight.fmt == "fp8" and tensor.shape[0] % stack.block[0]:
         raise ValueError(f"storage='packed' stacks w1 on w3, yet moe_intermediate_size = {tensor.shape[0]} "
                          f"is no multiple of the block's {stack.block[0]} rows; choose storage='expanded'")
@@ -91,6 +91,11 @@ def _place_expert(model: Model, expert: re.Match, weight: Weight, tensor: Tensor
     for whole, part in ((stack.weight, tensor), (stack.scale, scale)):
         if part is not None:
             _bytes(whole.data[number].chunk(halves)[half]).copy_(_bytes(part))
+
+
+def _dtype(module: Linear | Experts, scale: Tensor | None) -> torch.dtype:
+    """What numbers are held in: restored codes are exact in less."""
+    return module.numerics.compute if scale is None else module.numerics.held
 
 
 def _stacked(experts: int, part: Tensor, halves: int, device: torch.device) -> Tensor:

@@ -209,8 +209,9 @@ def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 class Numerics:
     """Which roundings a model applies: all of the release's, or none ("exact").
 
-    dtype: values between operations (bfloat16 in release); compute: operands of a matrix product. Release
-    products have exact bfloat16 operands, so a CPU, where float32 is faster, may compute in float32.
+    dtype: values between operations (bfloat16 in release); compute: operands of a matrix product; held: FP8
+    and FP4 weights once restored. Release products have exact bfloat16 operands, so a CPU, where float32 is
+    faster, may compute in float32, and yet hold weights in half the bytes.
     row_tile: pad the rows of every product to this multiple, so that a row's bits do not depend on its batch.
     """
 
@@ -220,6 +221,7 @@ class Numerics:
     activation_format: str
     window_format: str
     row_tile: int | None = None
+    held: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, config: ModelConfig, name: str = "release", *, device: str | torch.device = "cpu",
@@ -232,8 +234,10 @@ class Numerics:
             dtype, default = torch.float32, torch.float32
         else:
             dtype, default = torch.bfloat16, torch.bfloat16 if on_gpu else torch.float32
+        halved = name == "release" and compute is None and not batch_invariant
         return cls(name, dtype, compute or default, f"fp8_{config.activation_group}",
-                   "fp8_32" if config.is_v41 else "fp8_64", 16 if batch_invariant else None)
+                   "fp8_32" if config.is_v41 else "fp8_64", 16 if batch_invariant else None,
+                   torch.bfloat16 if halved else compute or default)
 
     @property
     def steady(self) -> bool:
@@ -285,6 +289,8 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None =
     depend on how many others there are.
     """
     if row_tile is None:
+        if x.numel() > x.shape[-1] or dtype != weight.dtype:
+            weight = widened(weight)
         return cast(F.linear(cast(x, weight.dtype), weight), dtype)
     rows = x.reshape(-1, x.shape[-1]).to(weight.dtype)
     padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % row_tile))
@@ -293,12 +299,20 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None =
     return y.view(*x.shape[:-1], weight.shape[0]).to(dtype)
 
 
+def widened(weight: Tensor) -> Tensor:
+    """A weight as a CPU multiplies it best: one row alone is bound by reading it, more rows by arithmetic.
+
+    Without units for bfloat16 a product of many rows is ten times slower than in float32.
+    """
+    return weight.float() if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" else weight
+
+
 class Linear(nn.Module):
     """A projection without bias, stored as `fmt`: "fp8" (blocks), "bf16" or "fp32".
 
-    `weight` holds either the stored codes with `scale` beside them, or, once `expand` has run, plain numbers
-    of the compute dtype with `scale` None. An FP8 product expects `Numerics.activation(x)`, rounded once by
-    the caller for all projections that share an input.
+    `weight` holds either the stored codes with `scale` beside them, or plain numbers with `scale` None: what
+    was FP8 in `numerics.held`, the others in the compute dtype. An FP8 product expects
+    `Numerics.activation(x)`, rounded once by the caller for all projections that share an input.
     """
 
     def __init__(self, in_features: int, out_features: int, numerics: Numerics, *, fmt: str = "fp8",
@@ -318,7 +332,7 @@ class Linear(nn.Module):
         """The weight as numbers [N, K]; stored codes are restored on the way."""
         if self.scale is None:
             return self.weight
-        return unpack_fp8(self.weight, self.scale, self.block, self.numerics.compute)
+        return unpack_fp8(self.weight, self.scale, self.block, self.numerics.held)
 
 
 class Experts(nn.Module):
@@ -339,5 +353,5 @@ class Experts(nn.Module):
         if self.scale is None:
             return weight
         if self.fmt == "fp4":
-            return unpack_fp4(weight, self.scale[expert], self.numerics.compute)
-        return unpack_fp8(weight, self.scale[expert], self.block, self.numerics.compute)
+            return unpack_fp4(weight, self.scale[expert], self.numerics.held)
+        return unpack_fp8(weight, self.scale[expert], self.block, self.numerics.held)

@@ -31,7 +31,7 @@ from dskit.config import ModelConfig
 from dskit.layers.cache import Packing, is_packed, read, ready, store_, write_
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
-from dskit.layers.linear import Linear, Numerics
+from dskit.layers.linear import Linear, Numerics, widened
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import rotate
 from dskit.layers.swa import RingPlan, remember_
@@ -127,6 +127,7 @@ def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype,
             row_tile: int | None = None) -> Tensor:
     """Grouped output projection: heads of group g times weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
     o_GTX = o_TAH.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)
+    weight = widened(weight)
     o_GTX = cast(o_GTX, weight.dtype)
     w_GXO = weight.unflatten(0, (groups, -1)).transpose(1, 2)
     T = o_GTX.shape[1]
