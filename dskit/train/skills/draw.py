@@ -139,6 +139,11 @@ def noun(rng: Random) -> str:
     return nouns[int(len(nouns) * rng.random() ** 1.5)].word
 
 
+def any_noun(rng: Random) -> str:
+    """A listed noun, each as often as any other."""
+    return rng.choice(words_of("noun")).word
+
+
 def adjective(rng: Random) -> str:
     """A listed adjective, common ones more often."""
     adjectives = words_of("adjective")

@@ -65,10 +65,10 @@ def turn(rng: Random, split: str) -> tuple[str, str, str, str]:
     else:
         first = rng.choice(HELD)
         keys = [first, *rng.sample([key for key in FIELDS if key != first], rng.randrange(1, 4))]
-        if split == "train" and rng.random() < 0.25:
+        if split == "train" and rng.random() < 0.6:
             keys.append("item")  # so that every noun is copied to where no space precedes it
         rng.shuffle(keys)
-        value = {key: draw.noun(rng) if key == "item" else FIELDS[key](rng, split) for key in keys}
+        value = {key: draw.any_noun(rng) if key == "item" else FIELDS[key](rng, split) for key in keys}
         quoted = rng.random() < 0.5
         question = rng.choice(ASK).format(f=_join([f"{key} {_show(value[key], quoted)}" for key in keys]))
     return question, "Fields: " + ", ".join(value), json.dumps(value), json.dumps(value, sort_keys=True)

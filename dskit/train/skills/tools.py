@@ -130,8 +130,15 @@ def _note(rng: Random, split: str) -> Use:
     return Use(rng.choice(forms).format(t=text), {"text": text}, "saved", "I saved your note.")
 
 
+def _room(rng: Random, split: str) -> str:
+    """A room of an unlikely name; training also meets halls and shops, so that any noun may begin one."""
+    if split == "train" and rng.random() < 0.6:
+        return draw.held(rng, split, lambda: f"{draw.any_noun(rng)} {rng.choice(('hall', 'office', 'shop'))}")
+    return draw.held(rng, split, lambda: f"{draw.noun(rng)} room")
+
+
 def _light(rng: Random, split: str) -> Use:
-    room, level = draw.held(rng, split, lambda: f"{draw.noun(rng)} room"), rng.randrange(0, 101)
+    room, level = _room(rng, split), rng.randrange(0, 101)
     forms = (
         "Set the light in the {r} to {v} percent.",
         "Dim the light of the {r} to {v} percent.",
