@@ -14,9 +14,9 @@ Tiling
     stands for its whole chunk, and over the logits found.
 
 Bytes
-    4 R V once, plus 8 R V / WIDTH for the chunks and what is found.  A flat row (a nucleus of most of the
-    vocabulary) is also copied and read in each pass.  At 128 rows of 129,280 the single read takes 15.4 us
-    on an H200, where a sort reads and writes the rows many times.
+    4 R V once, plus 8 R V / WIDTH for the chunks and what is found.  At 128 rows of 129,280 that read takes
+    15.4 us on an H200; a sort reads and writes the rows many times.  The logits found have room for all of a
+    row, since a flat one (a nucleus of most of the vocabulary) is copied and then read in each pass.
 
 Shapes
     logits [R, V] float32; temperature, top_p, min_p, u [R] float64; top_k [R] int64 -> ids [R] int64.
@@ -25,8 +25,8 @@ Errors
     ValueError naming the argument whose shape or dtype is wrong.
 
 Numerics
-    Exponentials in float32, sums within a chunk in float32, all other sums in float64: an id differs from the
-    float64 reference's only where u, top_p or min_p lies within about 1e-6 of a boundary.
+    Exponentials and the sums of a tile in float32, sums of tiles and along the walk in float64: an id differs
+    from the float64 reference's only where u, top_p or min_p lies within about 1e-6 of a boundary.
 
 Source
     kernels.md 1.9; the reference is engine/sampler.py.
@@ -55,7 +55,7 @@ WIDTH = 64  # logits of a chunk: 256 bytes
 # not yet measured: chunks per program and warps of _stats; values per tile, pivots per pass, warps of _pick
 CONFIG = {"chunks": 64, "stats_warps": 4, "lanes": 1024, "pivots": 16, "pick_warps": 8}
 
-ROUGH = tl.constexpr(2**14)  # keys: a 512th of a value at least
+ROUGH = tl.constexpr(2**14)  # keys: at most a 512th of a value
 LOWEST = tl.constexpr(-2139095041)  # the key of minus infinity
 
 
