@@ -192,6 +192,7 @@ def guarded(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     if 0 in tensor.stride() or not tensor.numel():  # an expanded tensor has no copy of its own strides
         tensor = tensor.contiguous()
     extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = extent if tensor.numel() else 0
     pattern = 0x5B if not tensor.is_floating_point() and tensor.itemsize == 1 else 77
     line = torch.full((extent + 2 * GUARD,), pattern, device=tensor.device).to(tensor.dtype)
     free = torch.ones(line.shape, dtype=torch.bool, device=tensor.device)
@@ -199,7 +200,7 @@ def guarded(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     copy.copy_(tensor)
     taken.fill_(False)
     bands = line[free]
-    return copy, lambda: torch.equal(line[free], bands)
+    return copy, lambda: torch.equal(_bits(line[free]), _bits(bands))
 
 
 def clone(args: tuple) -> tuple[tuple, list[Callable[[], bool]]]:
