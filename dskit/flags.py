@@ -112,6 +112,8 @@ class KernelsArgs:
     """auto measures every library that is installed, none no library, a package's name only that one."""
     check: bool = True
     """Compare kernels and peers with the reference before they are timed."""
+    time: bool = True
+    """Time them; without it they are only compared, which takes a fraction of a second each."""
     compile: bool = True
     """Measure torch.compile of the reference too."""
     quick: bool = False

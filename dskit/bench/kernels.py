@@ -75,20 +75,27 @@ def main(args: Any, command: str) -> int:
 
 
 def prove(found: list[Record]) -> None:
-    """Tell `auto` which kernels passed at every shape on this kind of GPU; others lose what they had."""
-    passed: dict[str, bool] = {}
-    for record in found:
-        if record["schema"] == worker.SCHEMA:
-            good = record["status"] == "ok" and bool((record["check"] or {}).get("passed"))
-            passed[record["op"]] = good and passed.get(record["op"], True)
+    """Tell `auto` which kernels passed at every shape on this kind of GPU; those that failed lose what they
+    had, those that were not all tried keep it.
+    """
+    tried: dict[str, list[bool | None]] = {}
+    for record in (r for r in found if r["schema"] == worker.SCHEMA):
+        tried.setdefault(record["op"], []).append(passed(record))
     gpu = "sm_{}{}".format(*torch.cuda.get_device_capability())
     proven = json.loads(ops.PROVEN.read_text())
-    kept = set(proven.get(gpu, {}).get("ops", ())) - {name for name, good in passed.items() if not good}
-    named = sorted(kept | {name for name, good in passed.items() if good})
+    kept = set(proven.get(gpu, {}).get("ops", ())) - {name for name, each in tried.items() if False in each}
+    named = sorted(kept | {name for name, each in tried.items() if all(each)})
     run = {name: found[0]["env"].get(name) for name in ("gpu", "torch", "triton", "commit")}
     proven[gpu] = run | {"date": time.strftime("%Y-%m-%d"), "ops": named}
     ops.PROVEN.write_text(json.dumps(proven, indent=1) + "\n")
     print(f"{len(named)} kernels are proven on {gpu}: {ops.PROVEN}")
+
+
+def passed(record: Record) -> bool | None:
+    """Whether a kernel is right at a shape; None where it was not compared."""
+    if record["status"] in ("wrong", "failed"):
+        return False
+    return (record["check"] or {}).get("passed")
 
 
 def show(found: list[Record], args: Any) -> int:
@@ -151,7 +158,8 @@ def destination(args: Any, command: str) -> Path | None:
 def measure(jobs: list[Record], args: Any) -> Iterator[Record]:
     """Records of all jobs as they come, then the summary."""
     end = time.monotonic() + 60 * (args.minutes or (5.5 if args.quick else 1e9))
-    options = worker.Options(seed=args.seed, check=args.check, compile=args.compile, peer=args.peer,
+    options = worker.Options(seed=args.seed, check=args.check, time=args.time,
+                             compile=args.compile and args.time, peer=args.peer if args.time else "none",
                              mode=None if args.quick else "max-autotune-no-cudagraphs",
                              replays=7 if args.quick else 20, constants=args.machine,
                              every_edge=not args.quick)

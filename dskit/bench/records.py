@@ -95,7 +95,8 @@ def line(record: Record) -> str:
     """A record in one line: time and ratios, or why there are none."""
     start = f"{record['op']:<20} {shape_words(record['shape']):<34}"
     if record["status"] != "ok":
-        checked = f", checked in {record['cpu_check_s']} s" if record["cpu_check_s"] else ""
+        check = record["check"] or {"passed": None}
+        checked = f", right ({check['figure']})" if check["passed"] else ""
         least = f"floor {record['floor_us']:.2f} us: " if record["floor_us"] else ""
         return f"{start} {least}{record['status'].replace('_', ' ')}: {record['reason']}{checked}"
     us, ratios = record["us"], []

@@ -47,6 +47,7 @@ from dskit.testing import Cases, Maker, Shape, all_cases, judge, outputs, relati
 
 SCHEMA = "dskit.bench.kernel/1"
 LOST = 75
+NOT_TIMED = "compared with the reference only (--no-time)"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.uint8: "u8",
          torch.float8_e4m3fn: "fp8", torch.int64: "i64", torch.int32: "i32", torch.complex64: "c64"}
 Record = dict[str, Any]
@@ -58,6 +59,7 @@ class Options:
 
     seed: int = 0
     check: bool = True
+    time: bool = True
     compile: bool = True
     mode: str | None = None  # of torch.compile
     peer: str = "auto"
@@ -206,6 +208,10 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
     oracle = right(cases, args, record) if options.check else None
     if oracle:
         record["check"] = verdict(cases, results, oracle)
+    if not options.time:
+        wrong = record["check"] and record["check"]["passed"] is False
+        record |= {"status": "wrong", "reason": record["check"]["figure"]} if wrong else {"reason": NOT_TIMED}
+        return
     race = timing.Race(args, sum(t.nbytes for t in (*tensors(args), *results)), device())
     del results
     looks = {peer.name: look(peer, oracle, header)

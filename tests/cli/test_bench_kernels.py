@@ -255,6 +255,15 @@ def test_a_wrong_kernel_gets_a_time_and_no_ratio(monkeypatch):
     assert record["status"] == "wrong" and record["us"] and record["vs_eager"] is record["of_floor"] is None
 
 
+def test_a_kernel_can_be_compared_without_being_timed(monkeypatch):
+    right = race(monkeypatch, ops.find("norm.rms").reference, time=False)
+    wrong = race(monkeypatch, lambda x, gain, eps, dtype: x.clone(), time=False)
+    for record in (right, wrong):
+        follows("kernel", record)
+        assert record["us"] is None and record["vs_eager"] is None
+    assert right["status"] == "not_measured" and kernels.passed(right) and wrong["status"] == "wrong"
+
+
 def test_a_kernel_that_raises_is_a_line_and_a_peer_that_raises_a_reason(monkeypatch):
     def broken(x, gain_D, eps, dtype):
         raise RuntimeError("no such instruction")
@@ -390,6 +399,8 @@ def test_proving_keeps_what_passed_at_every_shape_and_takes_back_what_did_not(mo
                 "env": {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "commit": "abc"}}
 
     kernels.prove([record("norm.rms", True), record("norm.rms", False), record("moe.gate", True),
-                   record("rope.rotate", True, "failed"), {"schema": "summary"}])
+                   record("rope.rotate", True, "failed"), record("moe.plan", True, "not_measured"),
+                   record("mhc.read", None, "not_measured"), record("mhc.read", True),
+                   record("mhc.write", None, "not_measured"), {"schema": "summary"}])
     found = json.loads(ops.PROVEN.read_text())["sm_90"]
-    assert found["ops"] == ["mhc.read", "moe.gate"] and found["gpu"] == "NVIDIA H200"
+    assert found["ops"] == ["mhc.read", "moe.gate", "moe.plan"] and found["gpu"] == "NVIDIA H200"
