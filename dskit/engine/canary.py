@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Canary:
         self.blocks = np.zeros((scheduler.blocks.total + 1, cfg.block_size), dtype=np.uint64)
         self.ring = cfg.sliding_window + LEAST_BACKTRACK  # rows; real rings have as many or more
         self.rings: dict[int, dict[int, int]] = {}  # slot -> row -> fingerprint
-        self.histories: dict[int, list[int]] = {}  # seq_id -> fingerprint behind each of its tokens
+        self.histories: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()  # behind each token
         self.freed_blocks: set[int] = set()  # since the last step was launched
         self.freed_slots: set[int] = set()
         scheduler.blocks.on_free = self.freed_blocks.add
@@ -58,19 +59,18 @@ class Canary:
     def follow(self, plan: StepPlan) -> None:
         """Check what a step has read, and note what it has written; call it before the step is committed."""
         self._copy(plan.copies)
+        forks = Counter(chunk.origin for chunk in plan.chunks)
         for chunk in plan.chunks:
-            if chunk.stop <= len(chunk.seq.tokens):  # else it ended in an error before its token was known
+            # a fork has no rows; a sequence that ended in an error never knew its last token
+            if chunk.origin is None and chunk.stop <= len(chunk.seq.tokens):
                 self._read(chunk)
-                self._write(chunk)
-        alive = {seq.seq_id for seq in self.scheduler.alive()}
-        self.histories = {k: v for k, v in self.histories.items() if k in alive}
+                self._write(chunk, 1 + forks[chunk])
 
     def check_books(self, plans: list[StepPlan]) -> None:
         """Every block and slot is free or held by those who say so; `plans` are the steps on their way."""
         s, tree = self.scheduler, self.scheduler.tree
         seqs = {*s.alive(), *(c.seq for plan in plans for c in plan.chunks)}
-        nodes = {*tree.nodes.values(), *(node for seq in seqs for node in seq.path)}
-        holders = Counter(b for seq in seqs for b in seq.blocks) + Counter(n.block for n in nodes)
+        holders = Counter(b for seq in seqs for b in seq.blocks) + Counter(dict.fromkeys(tree.of_block, 1))
         self._pool("block", s.blocks, holders)
         self._pool("slot", s.slots, Counter(seq.slot for seq in seqs if seq.slot))
         saving = Counter(slot for plan in plans for c in plan.chunks for _, slot in c.saves)
@@ -114,20 +114,19 @@ class Canary:
         stale = [p for p in range(first, chunk.start) if ring.get(p % self.ring) != history[p]]
         self._require(not stale, f"{self._name(seq)} read stale windows at positions {stale[:4]}")
 
-    def _write(self, chunk: Chunk) -> None:
+    def _write(self, chunk: Chunk, most: int) -> None:
         seq, size, history = chunk.seq, self.cfg.block_size, self._history(chunk.seq, chunk.stop)
         for p in range(chunk.fresh, chunk.stop):
             block = seq.blocks[p // size]
-            self._require(
-                self.scheduler.blocks.holders(block) == 1, f"{self._name(seq)} wrote to shared block {block}"
-            )
+            own = self.scheduler.blocks.holders(block) <= most
+            self._require(own, f"{self._name(seq)} wrote to block {block}, which others hold too")
             self.blocks[block, p % size] = history[p]
         for stop, slot in ((chunk.stop, seq.slot), *chunk.saves):
             rows = range(max(chunk.start, stop - self.ring), stop)
             self.rings.setdefault(slot, {}).update({p % self.ring: history[p] for p in rows})
 
     def _history(self, seq: Sequence, stop: int) -> list[int]:
-        prints = self.histories.setdefault(seq.seq_id, [])
+        prints = self.histories.setdefault(seq, [])
         for token in seq.tokens[len(prints) : stop]:
             prints.append(((prints[-1] if prints else 1) * 1000003 + token + 7) % PRIME)
         return prints

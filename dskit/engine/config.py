@@ -34,8 +34,14 @@ class EngineConfig:
     """Cache blocks; None: for 1.25 longest sequences, or 4,096 tokens per sequence if that is more."""
     max_queued_requests: int = 512
     """Requests that may wait; the next one is refused."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens that may wait, likewise; None: eight times what the cache blocks hold."""
+    queue_timeout: float = 120.0
+    """Seconds after which a request that could not be started ends with an error."""
     prefill_interval: int = 1
     """Decode steps between two looks at the queue; 1 gives the first token soonest."""
+    overlap: bool | None = None
+    """Plan a step while the one before it runs; None: on a GPU."""
     replay: str = "off"
     """Decoder rows of a prompt: "off" all; "mask", "compact" (approximate) the last `keep_tokens`."""
     keep_tokens: int | None = None
@@ -70,11 +76,13 @@ class EngineConfig:
         tokens = max(math.ceil(length / 0.8), cfg.max_num_seqs * min(length, 4096))
         window = model.sliding_window
         exact = cfg.exact_prefix and cfg.enable_prefix_caching
+        num_blocks = cfg.num_blocks or math.ceil(tokens / block)
         cfg = replace(
             cfg,
             max_model_len=length,
             block_size=block,
-            num_blocks=cfg.num_blocks or math.ceil(tokens / block),
+            num_blocks=num_blocks,
+            max_queued_tokens=cfg.max_queued_tokens or 8 * num_blocks * block,
             keep_tokens=cfg.keep_tokens or window + 2 * backtrack(model),
             replay_tokens=cfg.replay_tokens or window,
             sliding_window=window,
@@ -87,6 +95,8 @@ class EngineConfig:
         """The rules between settings; raises EngineConfigError."""
         if self.canary not in ("off", "log", "raise"):
             raise EngineConfigError(f"canary is {self.canary!r}; choose off, log or raise")
+        if not self.queue_timeout > 0:
+            raise EngineConfigError(f"queue_timeout is {self.queue_timeout!r}; it must be seconds above 0")
         if not 2 <= self.max_model_len <= model.max_position_embeddings:
             raise EngineConfigError(
                 f"max_model_len is {self.max_model_len}; this model's positions allow 2 to "
@@ -132,6 +142,7 @@ _COUNTS = (
     "block_size",
     "num_blocks",
     "max_queued_requests",
+    "max_queued_tokens",
     "prefill_interval",
     "keep_tokens",
     "replay_tokens",

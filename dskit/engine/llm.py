@@ -112,6 +112,8 @@ class LLM:
             exact_prefix=exact_prefix,
             **settings,
         )
+        if cfg.overlap is None:
+            cfg = replace(cfg, overlap=self.device.type == "cuda")
         runner = ModelRunner(
             model,
             num_blocks=cfg.num_blocks,
@@ -168,11 +170,14 @@ class LLM:
         prompt: str | Seq[int],
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
         start: bool = True,
+        **options: Any,
     ) -> Handle:
-        """Queue one prompt and return at once; the engine's thread serves it unless `start` is False."""
-        handle = self.engine.submit(self.encode(prompt), params, request_id=request_id)
+        """Queue one prompt and return at once; the engine's thread serves it unless `start` is False.
+
+        `options`: request_id, priority, timeout, cache_salt (see Engine.submit).
+        """
+        handle = self.engine.submit(self.encode(prompt), params, **options)
         if start:
             self.engine.start()
         return handle

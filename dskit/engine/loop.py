@@ -5,6 +5,14 @@ requests and cancellations into an inbox, which the next plan empties. A step ma
 its three parts), by whoever waits for a Handle, or by the engine's own thread (`start`); the results are the
 same.
 
+With `overlap` the device does not wait for these books: step N+1 is planned and launched while N runs, its
+newest tokens are filled in on the device, and the results of N are booked while N+1 runs. So they come one
+step late, and a sequence that N ends has a row in N+1, whose token is thrown away. A prompt is planned only
+when everything is booked, and its step is booked at once, so that the first token leaves soon.
+
+    this thread: | plan(N+1) | launch(N+1) | wait for sample(N) | book(N) | queue sample(N+1) | plan(N+2) ...
+    the device:  | forward(N)                     | sample(N) | forward(N+1)                      | ...
+
 Units: microseconds in StepRecord, seconds elsewhere.
 State: an Engine owns its runner's caches until `close`. A request ends exactly once, with a `finish_reason`.
 Errors: RequestError from `submit` when a request can't be served; RuntimeError from `submit` after `close`.
@@ -22,15 +30,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dskit.engine import sampler
 from dskit.engine.canary import Canary
 from dskit.engine.config import EngineConfig
 from dskit.engine.runner import Work
-from dskit.engine.sampler import NOT_FINITE, sample
 from dskit.engine.scheduler import Scheduler
 from dskit.engine.seq import (
     Chunk,
@@ -142,6 +151,30 @@ class Handle:
             self._engine.cancel(self.request_id)
 
 
+@dataclass
+class Flight:
+    """A step on its way: its plan, and what the device will have made of it."""
+
+    plan: StepPlan
+    logits: Future
+    plan_s: float
+    launch_s: float
+    tokens: Future | None = None  # of a function that reads the outputs
+
+
+class Inline(Executor):
+    """Runs what it is given at once: a GPU queues it by itself, and without overlap nobody is to wait."""
+
+    def submit(self, work: Callable, /, *args: Any) -> Future:
+        """A future that is done."""
+        future: Future = Future()
+        try:
+            future.set_result(work(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 class Engine:
     """Serves requests over one runner.
 
@@ -163,16 +196,22 @@ class Engine:
         self.runner, self.cfg, self.vocab_size = runner, cfg, vocab_size
         self.scheduler = Scheduler(cfg, blocks, slots, frozenset(eos_ids))
         self._decode, self._defaults = decode, dict(defaults or {})
+        self._pieces: dict[int, str] = {}  # texts of tokens, see TextStream
         self._handles: dict[str, Handle] = {}
         # a sequence to add, the id of a request to cancel, or what to do between two steps
         self._inbox: deque[Sequence | str | Callable[[], None]] = deque()
+        self._inbox_tokens = 0  # of the prompts in it
         self._news = threading.Condition()  # guards _inbox, _handles' keys, _thread, closed
         self._turn = threading.RLock()  # held by the thread that takes a step
         self._thread: threading.Thread | None = None
-        self._open: StepPlan | None = None  # planned, not yet committed
+        self._open: StepPlan | None = None  # planned by hand, not yet committed
+        self._flights: deque[Flight] = deque()  # oldest first; at most two, one between two steps
+        threaded = cfg.overlap and not runner.asynchronous
+        self._device = ThreadPoolExecutor(1, "dskit-device") if threaded else Inline()
         self._canary = Canary(cfg, self.scheduler) if cfg.canary != "off" else None
         self._records: deque[StepRecord] = deque(maxlen=4096)
-        self._times = [0.0, 0.0]
+        self._hand = 0.0, 0.0, 0.0  # seconds of plan, launch and wait of a step by hand
+        self._next_look = 0.0  # when to look for requests that have taken too long
         self.steps = self.tokens = 0
         self.closed = False
 
@@ -186,27 +225,28 @@ class Engine:
         request_id: str | None = None,
         scoring: bool = False,
         cache_salt: str = "",
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Handle:
-        """Check a request and put it into the inbox; `scoring` asks for the logits of all its rows."""
+        """Check a request and put it into the inbox; `scoring` asks for the logits of all its rows.
+
+        Raises RequestError; its status is 429 when too much is waiting already.
+        """
         ids = self._check_prompt(prompt_ids, scoring)
         params = self._check_params(params or SamplingParams(), len(ids), scoring)
-        request = Request(request_id or f"req-{secrets.token_hex(8)}", ids, params, scoring, cache_salt)
-        seq = Sequence(request, TextStream(self._decode, params.stop))
+        _check_options(priority, timeout)
+        name = request_id or f"req-{secrets.token_hex(8)}"
+        request = Request(name, ids, params, scoring, cache_salt, priority, timeout)
+        seq = Sequence(request, TextStream(self._decode, params.stop, self._pieces))
         handle = Handle(self, seq)
         with self._news:
             if self.closed:
                 raise RuntimeError("the engine is closed; make a new LLM")
-            queued = len(self.scheduler.waiting) + len(self._inbox)
-            if queued >= self.cfg.max_queued_requests:
-                raise RequestError(
-                    f"{queued} requests are waiting, the most that max_queued_requests allows; try again "
-                    "later",
-                    code="queue_full",
-                    status=429,
-                )
+            self._check_queue(len(ids))
             if request.request_id in self._handles:
                 raise RequestError(f"a request {request.request_id!r} is being served", param="request_id")
             self._handles[request.request_id] = handle
+            self._inbox_tokens += len(ids)
             self._inbox.append(seq)
             self._news.notify_all()
         return handle
@@ -226,11 +266,13 @@ class Engine:
             with self._turn:
                 if self._open is None:
                     self._empty_inbox()
+                    self._land_all()
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
         """Run `work` while no step runs, in the thread that takes the steps; waits, and gives its result."""
         if not self.driven_elsewhere:
             with self._turn:
+                self._land_all()
                 return work()
         done: Future = Future()
         with self._news:
@@ -264,6 +306,8 @@ class Engine:
                 self.closed = True
                 self._inbox.extend(list(self._handles))
             self._empty_inbox()
+            self._land_all()
+            self._device.shutdown()
             self.runner = None
 
     @property
@@ -274,7 +318,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True while some request is not finished."""
-        return bool(self._inbox) or self.scheduler.has_work
+        return bool(self._inbox or self._flights) or self.scheduler.has_work
 
     def stats(self) -> dict[str, int]:
         """Where the engine stands now: requests, blocks, slots, and totals since the start."""
@@ -295,7 +339,7 @@ class Engine:
     def check(self) -> None:
         """Raise CanaryError if a block or slot is lost, or held by nobody; needs a canary."""
         with self._turn:
-            self._canary.check_books([])
+            self._canary.check_books([flight.plan for flight in self._flights])
 
     def forget(self) -> None:
         """Reuse nothing that was computed until now: call it when kernels or weights have changed."""
@@ -309,36 +353,41 @@ class Engine:
     # ---- one step ----------------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
-        """Plan, launch and commit once; returns the events, which the handles get too ([]: no work)."""
+        """Take one turn; returns its events, which the handles get too.
+
+        Without overlap: plan, launch and commit a step. With it: plan and launch one and commit the one
+        before, so that [] does not mean that there is nothing to do.
+        """
         with self._turn:
-            plan = self._plan()
-            if plan is None:
-                return []
+            self._require_no_open_plan()
             try:
-                result = self.launch(plan)
+                return self._step()
             except BaseException as error:  # Ctrl-C in a notebook: the books must stay in order
-                self.commit(plan, StepResult([], f"interrupted by {type(error).__name__}"))
+                if not isinstance(error, Exception):
+                    self._give_up(f"interrupted by {type(error).__name__}")
                 raise
-            return self.commit(plan, result)
 
     def plan(self) -> StepPlan | None:
         """Take in what the inbox holds and decide the next step; None when there is nothing to compute."""
         if self.driven_elsewhere:
             raise RuntimeError("the engine's own thread takes the steps; call stop() to take them by hand")
-        return self._plan()
+        with self._turn:
+            self._require_no_open_plan()
+            self._land_all()
+            begin = time.perf_counter()
+            self._empty_inbox()
+            self._open = self.scheduler.plan()
+            self._hand = time.perf_counter() - begin, 0.0, 0.0
+            return self._open
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the model over the planned rows and sample; a failure becomes the result's `error`."""
         begin = time.perf_counter()
-        if self._canary:
-            self._canary.poison(plan.copies)
-        try:
-            logits = self.runner.run([_work(chunk) for chunk in plan.chunks], plan.copies)
-            result = StepResult(_outputs(plan, logits))
-        except Exception as error:
-            logger.exception("a %s step of %d rows failed", plan.kind, plan.rows)
-            result = StepResult([], f"the {plan.kind} step failed: {type(error).__name__}: {error}")
-        self._times[1] = time.perf_counter() - begin
+        flight = self._launch(plan, self._hand[0])
+        self._sample(flight)
+        launched = time.perf_counter()
+        result = self._result(flight)
+        self._hand = self._hand[0], launched - begin, time.perf_counter() - launched
         return result
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -346,31 +395,83 @@ class Engine:
         with self._turn:
             if plan is not self._open:
                 raise RuntimeError("this plan is not the open one; every plan is committed once")
-            begin = time.perf_counter()
             self._open = None
-            if self._canary and result.error is None:
-                self._canary.follow(plan)
-            events = self.scheduler.commit(plan, result)
-            if self._canary:
-                self._canary.check_books([])
-            self._send(events)
-            self.steps += 1
-            self.tokens += sum(event.token_id is not None for event in events)
-            micros = [1e6 * t for t in (*self._times, time.perf_counter() - begin)]
-            self._records.append(StepRecord(plan.kind, plan.rows, len(plan.chunks), *micros))
-            return events
+            return self._book(plan, result, *self._hand)
 
     # ---- inside ------------------------------------------------------------------------------------------
 
-    def _plan(self) -> StepPlan | None:
-        with self._turn:
-            if self._open is not None:
-                raise RuntimeError("the last plan is not committed yet; launch it and commit its result")
-            begin = time.perf_counter()
-            self._empty_inbox()
-            self._open = self.scheduler.plan()
-            self._times[0] = time.perf_counter() - begin
-            return self._open
+    def _step(self) -> list[TokenEvent]:
+        begin = time.perf_counter()
+        self._empty_inbox()
+        plan, events = self.scheduler.plan(ahead=bool(self._flights)), []
+        if plan is None and self._flights:  # what comes next depends on what is not booked yet
+            events = self._land()
+            begin, plan = time.perf_counter(), self.scheduler.plan()
+        if plan is None:
+            return events
+        self._open = plan
+        self._flights.append(self._launch(plan, time.perf_counter() - begin))
+        self._open = None
+        if len(self._flights) > 1:
+            events += self._land()
+        self._sample(self._flights[-1])  # penalties and grammars need the tokens that were just booked
+        if not self.cfg.overlap or plan.kind == "prefill" or not self.scheduler.has_work:
+            events += self._land()
+        return events
+
+    def _launch(self, plan: StepPlan, plan_s: float) -> Flight:
+        """Let the device compute the logits of a step."""
+        begin = time.perf_counter()
+        if self._canary:
+            self._canary.poison(plan.copies)
+        work = [_work(chunk) for chunk in plan.chunks if chunk.origin is None]
+        logits = self._device.submit(self.runner.run, work, plan.copies)
+        return Flight(plan, logits, plan_s, time.perf_counter() - begin)
+
+    def _sample(self, flight: Flight) -> None:
+        """Let the device choose the tokens of a step."""
+        runner = self.runner if self.cfg.overlap else None
+        flight.tokens = self._device.submit(_outputs, flight.plan, flight.logits, runner)
+
+    def _result(self, flight: Flight) -> StepResult:
+        """Wait for a step."""
+        try:
+            return StepResult(flight.tokens.result()())
+        except Exception as error:
+            plan = flight.plan
+            logger.exception("a %s step of %d rows failed", plan.kind, plan.rows)
+            return _failed(f"the {plan.kind} step failed: {type(error).__name__}: {error}")
+
+    def _land(self) -> list[TokenEvent]:
+        """Wait for the oldest step on its way and book it."""
+        flight, begin = self._flights[0], time.perf_counter()
+        result = self._result(flight)
+        events = self._book(flight.plan, result, flight.plan_s, flight.launch_s, time.perf_counter() - begin)
+        self._flights.popleft()
+        if self._canary:
+            self._canary.check_books([flight.plan for flight in self._flights])
+        return events
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
+    def _book(self, plan: StepPlan, result: StepResult, *seconds: float) -> list[TokenEvent]:
+        """Commit a step to the scheduler, send its events, record its times (plan, launch, wait)."""
+        begin = time.perf_counter()
+        if self._canary and result.error is None:
+            self._canary.follow(plan)
+        events = self.scheduler.commit(plan, result)
+        self._send(events)
+        self.steps += 1
+        self.tokens += sum(event.token_id is not None for event in events)
+        micros = [1e6 * t for t in (*(seconds or (0.0, 0.0, 0.0)), time.perf_counter() - begin)]
+        self._records.append(StepRecord(plan.kind, plan.rows, len(plan.chunks), *micros))
+        return events
+
+    def _require_no_open_plan(self) -> None:
+        if self._open is not None:
+            raise RuntimeError("the last plan is not committed yet; launch it and commit its result")
 
     def _serve(self) -> None:
         """The engine's own thread: steps while there is work, sleep while there is none."""
@@ -391,21 +492,36 @@ class Engine:
     def _abandon(self, error: str) -> None:
         """End every request after a failure outside the model, so that nobody waits for ever."""
         with self._turn:
-            self._open = None
+            self._give_up(error)
             self._empty_inbox()
             self._send([self.scheduler.finish(s, "error", error) for s in self.scheduler.alive()])
+
+    def _give_up(self, error: str) -> None:
+        """End the requests of every step that is on its way."""
+        wait([flight.logits for flight in self._flights])
+        plans = [flight.plan for flight in self._flights] + ([self._open] if self._open else [])
+        self._flights.clear()
+        self._open = None
+        for plan in plans:
+            self._send(self.scheduler.commit(plan, _failed(error)))
 
     def _empty_inbox(self) -> None:
         """Add the new sequences, end the cancelled ones, run what waits for the end of a step."""
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, Sequence):
+                self._inbox_tokens -= item.prompt_len
                 self.scheduler.add(item)
             elif callable(item):
+                self._land_all()
                 item()
             else:
                 gone = [s for s in self.scheduler.alive() if s.request.request_id == item]
                 self._send([self.scheduler.finish(s, "abort") for s in gone])
+        if (now := time.perf_counter()) > self._next_look:
+            self._next_look = now + 0.1
+            late = self.scheduler.expired(now)
+            self._send([self.scheduler.finish(seq, "error", why) for seq, why in late])
 
     def _send(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -414,6 +530,20 @@ class Engine:
                 with self._news:
                     del self._handles[event.request_id]
             handle._push(event)
+
+    def _check_queue(self, tokens: int) -> None:
+        """Backpressure: refuse what would have to wait behind too much. Raises RequestError, status 429."""
+        requests = len(self.scheduler.waiting) + len(self._inbox)
+        before = self.scheduler.waiting_tokens + self._inbox_tokens
+        for what, have, name in (("requests", requests + 1, "max_queued_requests"),
+                                 ("prompt tokens", before + tokens, "max_queued_tokens")):
+            most = getattr(self.cfg, name)
+            if most is not None and have > most and requests:
+                raise RequestError(
+                    f"{have} {what} would wait, and {name} allows {most}; try again later",
+                    code="queue_full",
+                    status=429,
+                )
 
     def _check_prompt(self, prompt_ids: Iterable[int], scoring: bool) -> list[int]:
         """Admission of a prompt: not empty, inside the vocabulary, inside the context."""
@@ -473,22 +603,9 @@ class Engine:
 def _work(c: Chunk) -> Work:
     """What the runner needs to know of a chunk."""
     s = c.seq
-    return Work(s.slot, s.blocks, s.tokens, c.start, c.stop, s.prompt_len, c.want, c.fresh, c.saves)
-
-
-def _outputs(plan: StepPlan, logits_RV: torch.Tensor) -> list:
-    """The rows that came back, one output per chunk: Sampled, a tensor, or None (StepResult)."""
-    if all(chunk.want == "last" for chunk in plan.chunks):
-        return sample(logits_RV, [chunk.seq for chunk in plan.chunks])
-    rows = {"last": lambda c: 1, "none": lambda c: 0, "all": lambda c: c.stop - c.start}
-    parts = logits_RV.split([rows[c.want](c) for c in plan.chunks])
-    last = [i for i, c in enumerate(plan.chunks) if c.want == "last"]
-    outputs = [_scores(part) if c.want == "all" else None for c, part in zip(plan.chunks, parts, strict=True)]
-    if last:
-        tokens = sample(torch.cat([parts[i] for i in last]), [plan.chunks[i].seq for i in last])
-        for i, token in zip(last, tokens, strict=True):
-            outputs[i] = token
-    return outputs
+    return Work(
+        s.slot, s.blocks, s.tokens, c.start, c.stop, s.prompt_len, c.want, c.fresh, c.saves, c.unknown
+    )
 
 
 def _fulfil(done: Future, work: Callable[[], Any]) -> None:
@@ -499,6 +616,43 @@ def _fulfil(done: Future, work: Callable[[], Any]) -> None:
         done.set_exception(error)
 
 
+def _failed(error: str) -> StepResult:
+    return StepResult([], error)
+
+
+def _check_options(priority: int, timeout: float | None) -> None:
+    """Raises RequestError."""
+    if not isinstance(priority, int):
+        raise RequestError(f"priority is {priority!r}; it must be an integer", param="priority")
+    if timeout is not None and not timeout > 0:
+        raise RequestError(f"timeout is {timeout!r}; it must be seconds above 0", param="timeout")
+
+
+def _outputs(plan: StepPlan, logits: Future, runner: Any | None) -> Callable[[], list]:
+    """Start to sample, and tell the runner of the new tokens if it is to go on before they are read.
+
+    The function that comes back reads one output per chunk: Sampled, a tensor, or None (StepResult).
+    """
+    logits_RV, chunks = logits.result(), plan.chunks
+    last, scored = chunks, {}
+    if plan.kind == "prefill":
+        last = [c for c in chunks if c.want == "last"]
+        counts = [c.rows_wanted for c in chunks]
+        parts = dict(zip(chunks, logits_RV.split(counts), strict=True))
+        scored = {c: part for c, part in parts.items() if c.want == "all"}
+        logits_RV = torch.cat([logits_RV[:0], *(parts[c.origin or c] for c in last)])
+    drawn = sampler.start(logits_RV, [c.seq for c in last]) if last else None
+    if runner is not None and drawn is not None:
+        runner.publish([c.seq.slot for c in last], drawn.ids_R)
+
+    def read() -> list:
+        found = dict(zip(last, drawn.read(), strict=True)) if drawn is not None else {}
+        found |= {c: _scores(part) for c, part in scored.items()}
+        return [found.get(c) for c in chunks]
+
+    return read
+
+
 def _scores(logits_RV: torch.Tensor):
     """Logits for a scoring request, or its error."""
-    return logits_RV.cpu() if logits_RV.isfinite().all() else Sampled(None, error=NOT_FINITE)
+    return logits_RV.cpu() if logits_RV.isfinite().all() else Sampled(None, error=sampler.NOT_FINITE)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from dskit.config import ModelConfig
+from dskit.engine.host import send
 from dskit.layers.cache import Packing
 from dskit.layers.linear import Numerics
 from dskit.layers.mla import Memory
@@ -181,7 +182,7 @@ def copy(tables: list[torch.Tensor], pairs: dict[int, int], count: int) -> None:
     """Copy whole slots or blocks, target -> source, in tables of `count` of them and the reserved one."""
     if not pairs or not tables:
         return
-    index = torch.tensor([list(pairs), list(pairs.values())], device=tables[0].device)
+    index = send(torch.tensor([list(pairs), list(pairs.values())]), tables[0].device)
     for table in tables:
         parts = table.view(torch.uint8).unflatten(0, (count + 1, -1))  # bytes: whatever the rows hold
         parts.index_copy_(0, index[0], parts[index[1]])

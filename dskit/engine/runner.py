@@ -17,7 +17,8 @@ Source: engine.md sections 3, 6.5, 8.1; model.md 3.15.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.engine import pools
+from dskit.engine.host import send
 from dskit.engine.seq import Copies
 from dskit.layers.compress import GroupPlan
 from dskit.layers.indexer import Segment
@@ -39,6 +41,7 @@ class Work:
 
     Rows before `fresh` (None: there are none) only rebuild windows. `saves`: (position, slot) pairs; that
     slot gets the windows and carries as they are before that position, as far as these rows write them.
+    `unknown`: the id of the last row is not in `tokens` yet, it is the newest one that `publish` was given.
     """
 
     seq_slot: int
@@ -49,7 +52,8 @@ class Work:
     prompt_len: int
     want: str = "last"  # which rows' logits: last, all, none
     fresh: int | None = None
-    saves: list[tuple[int, int]] = field(default_factory=list)
+    saves: Sequence[tuple[int, int]] = ()
+    unknown: bool = False
 
 
 class Layout:
@@ -95,8 +99,14 @@ def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.nda
                     _put(slots, device))
 
 
+def _ids(w: Work, start: int, stop: int) -> np.ndarray:
+    """Token ids of some positions; 0 stands for one that is not known."""
+    known = w.tokens[start : stop - w.unknown]
+    return np.asarray(known + [0] if w.unknown else known, dtype=np.int64)
+
+
 def _put(array: np.ndarray | None, device) -> Tensor | None:
-    return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return None if array is None else send(torch.from_numpy(np.ascontiguousarray(array)), device)
 
 
 Saves = list[tuple[int, int, int]]
@@ -111,6 +121,10 @@ class ModelRunner:
         self.graphs = None  # captured steps, with a `recapture`; this version runs eagerly
         self.num_blocks, self.num_slots = num_blocks, num_slots
         self.device = model.norm.weight.device
+        self.asynchronous = self.device.type == "cuda"  # `run` only queues the work
+        self.newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)  # token of each slot
+        if self.config.engram_layer_ids:
+            self.folding = torch.from_numpy(model.folding).to(self.device)
         self.replay, self.keep = replay, keep or self.config.sliding_window + 2 * pools.backtrack(self.config)
         if replay != "off":
             self._check_replay()
@@ -139,6 +153,10 @@ class ModelRunner:
             self._copy(copies)
         with ops.step("decode" if all(w.stop - w.start == 1 for w in work) else "prefill"):
             return self.model(self.step(work), self.memory)
+
+    def publish(self, slots: list[int], ids: Tensor) -> None:
+        """Note the newest token of each slot, for steps that are planned before it is known."""
+        self.newest[send(torch.tensor(slots), self.device)] = ids
 
     def _copy(self, copies: Copies) -> None:
         slots, blocks = pools.slot_tables(self.memory), pools.block_tables(self.memory)
@@ -174,8 +192,7 @@ class ModelRunner:
     def _rows(self, work: list[Work], at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> Step:
         """What concerns the rows themselves; floors: first position that windows show, per work."""
         config, pos = self.config, _put(at.pos, self.device)
-        ids = np.concatenate([np.asarray(w.tokens[a:b], dtype=np.int64)
-                              for w, a, b in zip(work, at.starts, at.stops, strict=True)])
+        ids = np.concatenate([_ids(w, a, b) for w, a, b in zip(work, at.starts, at.stops, strict=True)])
         rope = {flag: turns(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
         image = (ids == config.image_token_id if config.image_token_id is not None
                  else np.zeros(len(ids), bool))
@@ -185,7 +202,22 @@ class ModelRunner:
         step.segments = {r: self._segments(work, at, r) for r in self._ratios}
         if config.engram_layer_ids:
             step.gram = self._grams(work, at)
+        if unknown := [i for i, w in enumerate(work) if w.unknown]:
+            self._fill(step, at, unknown)
         return step
+
+    def _fill(self, step: Step, at: Layout, unknown: list[int]) -> None:
+        """Put tokens that only the device knows where rows depend on them."""
+        rows, slots = _put(at.offsets[1:][unknown] - 1, self.device), _put(at.slots[unknown], self.device)
+        ids = step.ids[rows] = self.newest[slots]
+        image = ids == self.config.image_token_id if self.config.image_token_id is not None else None
+        if image is not None:
+            step.image = step.ids == self.config.image_token_id
+        if step.gram is not None:
+            step.gram[rows, 0] = self.folding[ids]
+            if image is not None:
+                filler = self.folding[self.config.engram_pad_token_id]
+                step.gram[rows] = torch.where(image[:, None], filler, step.gram[rows])
 
     def _windows(self, at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> tuple[RingPlan, RingPlan]:
         """Plans of encoder and decoder layers; one and the same where both see as far back."""
@@ -248,7 +280,7 @@ class ModelRunner:
             if start == stop:  # bounded replay kept none of its rows
                 continue
             before = min(longest - 1, int(start))
-            ids = np.asarray(w.tokens[start - before : stop], dtype=np.int64)
+            ids = _ids(w, start - before, stop)
             folded = np.where(ids == config.image_token_id, -1, folding[ids])
             folded = np.concatenate((np.full(longest - 1 - before, -1), folded))
             gram = np.lib.stride_tricks.sliding_window_view(folded, longest)[:, ::-1]

@@ -16,11 +16,13 @@ Source: engine.md section 10; SplitMix64 is Steele, Lea and Flood, OOPSLA 2014.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dskit import ops
+from dskit.engine.host import Fetch, send
 from dskit.engine.seq import GREEDY_BELOW, Sampled, SamplingParams, Sequence
 
 MASK64 = 2**64 - 1
@@ -44,20 +46,42 @@ def _splitmix64(x: int) -> int:
     return z ^ (z >> 31)
 
 
+@dataclass
+class Drawn:
+    """Chosen tokens: `ids_R` can be used on the device at once, `read` waits for them."""
+
+    ids_R: Tensor
+    fetch: Fetch
+    scored: list[int]  # rows whose log-probabilities were asked for
+
+    def read(self) -> list[Sampled]:
+        """One Sampled per row."""
+        ids, finite, *scores = self.fetch.wait()
+        out = [
+            Sampled(i) if math.isfinite(s) else Sampled(None, error=NOT_FINITE)
+            for i, s in zip(ids.tolist(), finite.tolist(), strict=True)
+        ]
+        for i, chosen, values, best in zip(self.scored, scores[::3], scores[1::3], scores[2::3], strict=True):
+            if out[i].error is None:
+                top = list(zip(best.tolist(), values.tolist(), strict=True))
+                out[i] = Sampled(out[i].token_id, chosen.item(), top)
+        return out
+
+
 def sample(logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
     """Choose the next token of every sequence, row i for seqs[i]."""
+    return start(logits_RV, seqs).read()
+
+
+def start(logits_RV: Tensor, seqs: list[Sequence]) -> Drawn:
+    """`sample` without waiting for the device."""
     if len(logits_RV) != len(seqs):
         raise ValueError(f"{len(seqs)} sequences wait for a token, but the runner gave {len(logits_RV)} rows")
     finite = logits_RV.sum(-1)  # as soon as one logit of the row is not, the sum is not
     ids = _choose(logits_RV, seqs)
-    out = [
-        Sampled(i) if math.isfinite(s) else Sampled(None, error=NOT_FINITE)
-        for i, s in zip(ids.tolist(), finite.tolist(), strict=True)
-    ]
-    for i, seq in enumerate(seqs):
-        if seq.params.logprobs is not None and out[i].error is None:
-            out[i] = _with_logprobs(logits_RV[i], out[i].token_id, seq.params.logprobs)
-    return out
+    scored = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
+    scores = [t for i in scored for t in _logprobs(logits_RV[i], ids[i], seqs[i].params.logprobs)]
+    return Drawn(ids, Fetch([ids, finite, *scores]), scored)
 
 
 def _choose(logits_RV: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -79,9 +103,8 @@ def _choose(logits_RV: Tensor, seqs: list[Sequence]) -> Tensor:
         [uniform(seq.seed, len(seq.tokens)) for seq in seqs],
         [p.top_k for p in params],
     ]
-    temperature_R, top_p_R, min_p_R, u_R, top_k_R = torch.tensor(
-        columns, dtype=torch.float64, device=logits_RV.device
-    )
+    columns = send(torch.tensor(columns, dtype=torch.float64), logits_RV.device)
+    temperature_R, top_p_R, min_p_R, u_R, top_k_R = columns
     return draw(logits_RV, temperature_R, top_k_R.long(), top_p_R, min_p_R, u_R)
 
 
@@ -148,9 +171,8 @@ def inverse_cdf(probs_RV: Tensor, u_R1: Tensor) -> Tensor:
     return torch.searchsorted(cdf_RV, target_R1, right=True)[:, 0]
 
 
-def _with_logprobs(row_V: Tensor, token_id: int, k: int) -> Sampled:
-    """The chosen token with its log-probability and the k best ones."""
+def _logprobs(row_V: Tensor, token_id: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the chosen token, and values and ids of the k best ones."""
     logprobs_V = row_V.double().log_softmax(-1)
     values, ids = logprobs_V.topk(min(k, len(row_V)))
-    top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return Sampled(token_id, logprobs_V[token_id].item(), top)
+    return logprobs_V[token_id], values, ids

@@ -11,12 +11,16 @@ at that point come from a snapshot (`exact_prefix`), or the first chunk also rec
 Snapshots are taken at the last block border of a prompt, where two prompts were seen to part, and at the last
 border that an answer has crossed. A state slot stands still between two steps and reaches a little beyond the
 window, so a border within SLACK rows of the end of a chunk is copied afterwards; for an earlier one the
-chunk's rows are written to both slots as they pass (`Chunk.saves`).
+chunk's rows are written to both slots as they pass (`Chunk.saves`). Requests with one and the same prompt
+(n > 1) are forked when its last row is planned: they share its blocks and copy the last, partial one.
+
+A step can be planned while another is on its way (`ahead`): each of its decode rows is then one further, and
+its token not known yet. What ends meanwhile keeps its memory until no step with its rows is on its way.
 
 Shapes: plain Python data; no tensor is read here.
-State: `waiting` (front first; at most the first one has part of its prompt in the caches), `running`, the
-tree, and the index sides of the two pools. `plan` and `commit` take turns; between a commit and the next plan
-`add` and `finish` (an abort, from whatever state) may be called.
+State: `waiting` (by priority, then front first; at most the first one has part of its prompt in the caches),
+`running`, the tree, and the index sides of the two pools. Plans are committed in their order; `add` and
+`finish` (an abort, from whatever state) may be called at any time between two calls.
 Errors: none; a request that can't be served never gets here (loop.Engine.submit checks it).
 Source: engine.md sections 4, 7 and 8; the estimate of future output is SGLang's.
 """
@@ -24,8 +28,10 @@ Source: engine.md sections 4, 7 and 8; the estimate of future output is SGLang's
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Container
+from collections.abc import Sequence as Seq
 
 from dskit.engine.config import EngineConfig
 from dskit.engine.pools import LEAST_BACKTRACK as SLACK
@@ -57,6 +63,11 @@ class Scheduler:
         return self.blocks.free_count + len(self.tree.idle)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens in the queue; called from any thread."""
+        return sum(seq.prompt_len for seq in tuple(self.waiting))
+
+    @property
     def has_work(self) -> bool:
         """True while some sequence is not finished."""
         return bool(self.waiting or self.running)
@@ -66,27 +77,53 @@ class Scheduler:
         return [*self.waiting, *self.running]
 
     def add(self, seq: Sequence) -> None:
-        """Put a new sequence at the end of the queue."""
-        self.waiting.append(seq)
+        """Put a sequence into the queue, behind those of its priority (a preempted one: before them)."""
+        fixed = 1 if self.waiting and self.waiting[0].slot else 0  # half done: it stays where it is
+        rank = seq.request.priority - (0.5 if seq.preemptions else 0)
+        at = len(self.waiting)
+        while at > fixed and self.waiting[at - 1].request.priority > rank:
+            at -= 1
+        self.waiting.insert(at, seq)
 
-    def plan(self) -> StepPlan | None:
-        """What to compute now, with blocks and slots already given out; None when there is nothing to do."""
+    def expired(self, now: float) -> list[tuple[Sequence, str]]:
+        """Sequences that have waited or run for too long, with what to say about it."""
+        found = []
+        for seq in self.alive():
+            age, own, queue = now - seq.arrived, seq.request.timeout, self.cfg.queue_timeout
+            if own is not None and age > own:
+                found.append((seq, f"the request was not finished within its timeout of {own:g} s"))
+            elif age > queue and not seq.slot and not seq.preemptions:
+                found.append((seq, f"no room was free within {queue:g} s (queue_timeout); try again later"))
+        return found
+
+    def plan(self, ahead: bool = False) -> StepPlan | None:
+        """What to compute now, with blocks and slots already given out; None when there is nothing to do.
+
+        `ahead`: a step is on its way. None then means that its results have to be booked before.
+        """
         due = self.decodes % self.cfg.prefill_interval == 0 or not self.running
-        chunks = self._plan_prefill() if due else []
+        if ahead and due and self.waiting and self._has_room(self.waiting[0]):
+            return None
+        chunks = self._plan_prefill() if due and not ahead else []
         if not chunks:
-            if rows := self._plan_decode():
+            if rows := self._plan_decode(ahead):
                 self.decodes += 1
                 self.ratio = max(LAST_RATIO, self.ratio - (FIRST_RATIO - LAST_RATIO) / DECAY_STEPS)
-                return StepPlan("decode", rows, self._take_copies())
+                return self._step("decode", rows)
+            if ahead:
+                return None
             chunks = self._plan_prefill()  # decode may have given all its blocks up to a half-done prompt
         if not chunks:
             return None
         self.decodes = 0
-        return StepPlan("prefill", chunks, self._take_copies())
+        return self._step("prefill", chunks)
 
-    def _take_copies(self) -> Copies:
+    def _step(self, kind: str, chunks: list[Chunk]) -> StepPlan:
+        """The plan of these chunks, with the copies that were waiting for one."""
+        for chunk in chunks:
+            chunk.seq.inflight += 1
         copies, self.copies = self.copies, Copies()
-        return copies
+        return StepPlan(kind, chunks, copies)
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -107,9 +144,33 @@ class Scheduler:
             if rows < left:
                 break
             self.waiting.popleft()
-            self.running.append(seq)
-            seq.status = Status.RUNNING
+            self._run(seq)
+            chunks += self._forks(chunk) if chunk.want == "last" else []
         return chunks
+
+    def _run(self, seq: Sequence) -> None:
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+
+    def _forks(self, origin: Chunk) -> list[Chunk]:
+        """The waiting requests with the prompt that ends here, as far as there is room: they need no rows."""
+        parent, stop, found = origin.seq, origin.stop, []
+        if stop > parent.prompt_len:  # computed again after a preemption
+            return []
+        whole, rest = divmod(stop, self.cfg.block_size)
+        key = parent.request.prompt_key
+        for seq in [s for s in self.waiting if s.request.prompt_key == key]:
+            if seq.slot or seq.preemptions or seq.request.scoring or not self._fits(bool(rest)):
+                continue
+            self.waiting.remove(seq)
+            self._run(seq)
+            seq.slot, seq.blocks = self.slots.alloc(), parent.blocks[:whole]
+            self.blocks.share(seq.blocks)
+            seq.blocks += self._take(1) if rest else []
+            seq.cached_tokens = stop
+            source = parent.slot, parent.blocks[whole] if rest else 0
+            found.append(Chunk(seq, stop, stop, "last", stop, origin=origin, source=source))
+        return found
 
     def _chunk_rows(self, rows: int, budget: int, alone: bool) -> int:
         """All rows if they fit, else whole blocks; less than a block only if the step is empty so far."""
@@ -122,7 +183,7 @@ class Scheduler:
         """The next rows of a prompt, the replayed ones before them, and the snapshots within."""
         start, seq.replay = seq.num_computed - seq.replay, 0
         want = "all" if seq.request.scoring else "last" if stop == len(seq.tokens) else "none"
-        chunk = Chunk(seq, start, stop, want, seq.num_computed)
+        chunk = Chunk(seq, start, stop, want, seq.num_computed, saves=[])
         for mark in seq.marks:
             if start < mark < stop - SLACK and (slot := self.tree.room()) is not None:
                 chunk.saves.append((mark, slot))
@@ -130,18 +191,28 @@ class Scheduler:
                     self.copies.slot(seq.slot, slot)
         return chunk
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Give a sequence its slot and all blocks of its prompt, if enough is left for the running."""
-        if not self.slots.free_count:
-            return False
+    def _has_room(self, seq: Sequence) -> bool:
+        """True when a waiting sequence could be computed now."""
+        if seq.slot or not self.slots.free_count:
+            return bool(seq.slot)
         path = self._match(seq)
-        need = self._blocks_for(len(seq.tokens)) - len(path)
+        return self._fits(self._blocks_for(len(seq.tokens)) - len(path), path)
+
+    def _fits(self, need: int, path: Seq[Node] = ()) -> bool:
+        """True when a slot and so many blocks beyond a path are there, and enough is left for the running."""
         free = self.free_blocks - sum(node.key in self.tree.idle for node in path)
-        if self.running:
-            reserved = sum(self._future_blocks(one) for one in self.running)
-            if free < (1 - USAGE_LIMIT) * self.blocks.total or need + reserved > free:
-                return False
-        if need > free:
+        if need > free or not self.slots.free_count:
+            return False
+        if not self.running:
+            return True
+        reserved = sum(self._future_blocks(one) for one in self.running)
+        return free >= (1 - USAGE_LIMIT) * self.blocks.total and need + reserved <= free
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give a sequence its slot and all blocks of its prompt, if there is room."""
+        path = self._match(seq) if self.slots.free_count else []
+        need = self._blocks_for(len(seq.tokens)) - len(path)
+        if not self._fits(need, path):
             return False
         self.tree.hold(path)
         seq.slot, seq.path = self.slots.alloc(), path
@@ -190,13 +261,25 @@ class Scheduler:
 
     # ---- decode ------------------------------------------------------------------------------------------
 
-    def _plan_decode(self) -> list[Chunk]:
-        """One row for every running sequence; the shortest outputs get their blocks first."""
-        short = [s for s in self.running if len(s.blocks) * self.cfg.block_size < len(s.tokens)]
+    def _plan_decode(self, ahead: bool) -> list[Chunk] | None:
+        """One row for every running sequence; the shortest outputs get their blocks first.
+
+        None when a step is on its way and a block could only be had by a preemption.
+        """
+        size, limit, rows, short = self.cfg.block_size, self.cfg.max_model_len, [], []
+        for seq in self.running:
+            length = len(seq.tokens) + seq.inflight
+            if seq.inflight and (length >= limit or length - seq.prompt_len >= seq.params.max_tokens):
+                continue  # its last token is on its way
+            rows.append(Chunk(seq, length - 1, length, "last", length - 1, unknown=seq.inflight > 0))
+            if len(seq.blocks) * size < length:
+                short.append(seq)
         for seq in sorted(short, key=_output_length):
             while seq.status is Status.RUNNING and not self._grow(seq):
+                if ahead:
+                    return None
                 self._preempt(max(self.running, key=_output_length))
-        return [Chunk(s, len(s.tokens) - 1, len(s.tokens), "last", len(s.tokens) - 1) for s in self.running]
+        return [chunk for chunk in rows if chunk.seq.status is Status.RUNNING] if short else rows
 
     def _grow(self, seq: Sequence) -> bool:
         """Give the sequence one more block; False when none is free."""
@@ -205,7 +288,7 @@ class Scheduler:
         return bool(ids)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take back everything and queue the sequence in front, behind one whose prompt is half done."""
+        """Take back everything and queue the sequence again."""
         budget = sum(min(s.params.max_tokens, LONGEST_GUESS) for s in self.running)
         decoded = sum(s.generated for s in self.running)
         self.ratio = min(1.0, (decoded + 20 * len(self.running)) / (budget + 1))
@@ -214,35 +297,55 @@ class Scheduler:
         seq.status, seq.num_computed = Status.WAITING, 0
         seq.preemptions += 1
         self.preemptions += 1
-        self.waiting.insert(1 if self.waiting and self.waiting[0].slot else 0, seq)
+        self.add(seq)
 
     # ---- commit ------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Book the results of a step: counters, new tokens, stop conditions; returns the events."""
-        events = []
+        events, size, now = [], self.cfg.block_size, time.perf_counter()
+        finished = Status.FINISHED  # looking it up takes longer than the comparison
         outputs = result.outputs if result.error is None else [None] * len(plan.chunks)
         for chunk, output in zip(plan.chunks, outputs, strict=True):
             seq, error = chunk.seq, result.error or getattr(output, "error", None)
-            if error or seq.status is Status.FINISHED:  # ended after the plan was made
-                for _, slot in chunk.saves:
-                    self.tree.snapshots.free(slot)
-                if seq.status is not Status.FINISHED:
-                    events.append(self.finish(seq, "error", error))
+            seq.inflight -= 1
+            if error or seq.status is finished:
+                events += self._discard(chunk, error)
                 continue
             seq.num_computed = chunk.stop
-            self._publish(chunk)
-            if chunk.want == "all":
+            if chunk.stop // size != len(seq.path):
+                self._publish(chunk)
+            if chunk.want == "last":
+                events.append(self._append(seq, output, now))
+                if chunk.origin is not None and seq.status is Status.RUNNING:
+                    self._copy_origin(chunk)
+            elif chunk.want == "all":
                 seq.logits.append(output)
-                events += [self.finish(seq, "stop")] if seq.num_computed == len(seq.tokens) else []
-            elif chunk.want == "last":
-                events.append(self._append(seq, output))
+                events += [self.finish(seq, "stop")] if chunk.stop == len(seq.tokens) else []
         return events
+
+    def _discard(self, chunk: Chunk, error: str | None) -> list[TokenEvent]:
+        """End a sequence whose step went wrong, or let go of one that ended after the plan was made."""
+        seq = chunk.seq
+        for _, slot in chunk.saves:
+            self.tree.snapshots.free(slot)
+        if seq.status is not Status.FINISHED:
+            return [self.finish(seq, "error", error)]
+        if not seq.inflight:
+            self._release(seq)
+        return []
+
+    def _copy_origin(self, chunk: Chunk) -> None:
+        """Give a fork its own state and last block before it computes its first row."""
+        slot, block = chunk.source
+        self.copies.slot(slot, chunk.seq.slot)
+        if block:
+            self.copies.block(block, chunk.seq.blocks[-1])
 
     def _publish(self, chunk: Chunk) -> None:
         """Let others use the blocks that this chunk filled, and keep the snapshots at their borders."""
         seq, size = chunk.seq, self.cfg.block_size
-        if not self.cfg.enable_prefix_caching or seq.num_computed // size == len(seq.path):
+        if not self.cfg.enable_prefix_caching:
             return
         self.tree.publish(seq)
         for mark, slot in chunk.saves:
@@ -264,18 +367,19 @@ class Scheduler:
         self.tree.keep(node, slot)
         return node
 
-    def _append(self, seq: Sequence, one: Sampled) -> TokenEvent:
+    def _append(self, seq: Sequence, one: Sampled, now: float) -> TokenEvent:
         """Add a sampled token, see whether it ends the sequence, and make its event."""
-        seq.append(one)
-        p = seq.params
-        if one.token_id in p.stop_token_ids or (one.token_id in self.eos_ids and not p.ignore_eos):
+        seq.append(one, now)
+        p, token = seq.params, one.token_id
+        if token in p.stop_token_ids or (token in self.eos_ids and not p.ignore_eos):
             return self.finish(seq, "stop", sampled=one)
-        text, stopped = seq.text.push(one.token_id)
+        text, stopped = seq.text.push(token)
         if stopped:
             return self.finish(seq, "stop", sampled=one, text=text)
-        if seq.generated >= p.max_tokens or len(seq.tokens) >= self.cfg.max_model_len:
+        length = len(seq.tokens)
+        if length - seq.prompt_len >= p.max_tokens or length >= self.cfg.max_model_len:
             return self.finish(seq, "length", sampled=one, text=text)
-        return TokenEvent(seq.request.request_id, one.token_id, text, one.logprob, one.top)
+        return TokenEvent(seq.request.request_id, token, text, one.logprob, one.top)
 
     # ---- ends --------------------------------------------------------------------------------------------
 
@@ -291,21 +395,20 @@ class Scheduler:
         """End a sequence from whatever state it is in: off its queue, all freed, with its last event."""
         queue = self.waiting if seq.status is Status.WAITING else self.running
         queue.remove(seq)
-        path = seq.path
-        self._release(seq)
-        if error:  # whatever went wrong may be in its blocks
-            self.tree.drop(path)
         seq.status, seq.finish_reason, seq.error = Status.FINISHED, reason, error
+        if not seq.inflight:  # else once no step with its rows is on its way
+            self._release(seq)
         one = sampled or Sampled(None)
         text += "" if error else seq.text.finish()
         return TokenEvent(seq.request.request_id, one.token_id, text, one.logprob, one.top, reason, error)
 
     def _release(self, seq: Sequence) -> None:
-        """Give blocks and slot back, last block first; whole ones stay in the tree until they are needed."""
+        """Give blocks and slot back; whole blocks stay in the tree until they are needed."""
         if seq.slot:
-            self.blocks.free(seq.blocks[: len(seq.path) - 1 : -1] if seq.path else seq.blocks[::-1])
-            self.tree.release(seq.path)
+            self.tree.release(seq.blocks)
             self.slots.free(seq.slot)
+            if seq.error:  # whatever went wrong may be in its blocks
+                self.tree.drop(seq.path)
         seq.blocks, seq.path, seq.slot = [], [], 0
 
 

@@ -156,7 +156,8 @@ FROM_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 class Request:
     """A prompt with its resolved parameters; `scoring` asks for the logits of all rows instead.
 
-    Requests with another `cache_salt` share no cached prefix with this one.
+    Requests with another `cache_salt` share no cached prefix with this one. Those of a lower `priority` are
+    admitted first. Without an end after `timeout` seconds it is ended.
     """
 
     request_id: str
@@ -164,6 +165,13 @@ class Request:
     params: SamplingParams
     scoring: bool = False
     cache_salt: str = ""
+    priority: int = 0
+    timeout: float | None = None
+
+    @cached_property
+    def prompt_key(self) -> int:
+        """Equal for requests whose prompts are computed once for all of them."""
+        return hash((self.cache_salt, *self.prompt_ids))
 
 
 class Status(Enum):
@@ -199,6 +207,7 @@ class Sequence:
     trail: Any = None  # the node with the newest snapshot of the answer
     cached_tokens: int = 0  # of the prompt, found in the tree when it was first admitted
     status: Status = Status.WAITING
+    inflight: int = 0  # steps on their way that hold rows of this sequence
     finish_reason: str | None = None
     error: str | None = None
     preemptions: int = 0
@@ -222,11 +231,11 @@ class Sequence:
         """Number of tokens produced so far."""
         return len(self.tokens) - self.prompt_len
 
-    def append(self, one: Sampled) -> None:
+    def append(self, one: Sampled, now: float) -> None:
         """Add a sampled token and note when."""
         self.tokens.append(one.token_id)
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
+        self.last_token = now
+        self.first_token = self.first_token or now
         if self.params.logprobs is not None:
             self.sampled.append(one)
 
@@ -262,7 +271,9 @@ class Chunk:
 
     `want` says which of them need logits: "last" (a token is sampled), "all" (scoring), "none" (more chunks
     follow). Rows before `fresh` are there to rebuild windows: their global entries are cached already.
-    `saves`: (position, slot) pairs; the state as it is at that position is kept in that slot too.
+    `saves`: (position, slot) pairs; the state as it is at that position is kept in that slot too. With
+    `unknown` the token of the last row is still on the device. A fork has no rows: it samples from the last
+    row of its `origin`, and afterwards gets copies of the origin's (slot, last block).
     """
 
     seq: Sequence
@@ -270,7 +281,17 @@ class Chunk:
     stop: int
     want: str
     fresh: int
-    saves: list[tuple[int, int]] = field(default_factory=list)
+    saves: Seq[tuple[int, int]] = ()
+    unknown: bool = False
+    origin: Chunk | None = None
+    source: tuple[int, int] = (0, 0)
+
+    @property
+    def rows_wanted(self) -> int:
+        """How many rows of logits it asks the model for."""
+        if self.want == "none" or self.origin is not None:
+            return 0
+        return 1 if self.want == "last" else self.stop - self.start
 
 
 @dataclass(slots=True)
@@ -335,7 +356,7 @@ class StepResult:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     """One token of one request on its way out.
 
@@ -395,6 +416,7 @@ class StepRecord:
     sequences: int
     plan_us: float
     launch_us: float
+    wait_us: float
     commit_us: float
 
 

@@ -19,24 +19,41 @@ BROKEN = "\ufffd"  # what decoding puts in place of bytes that make no character
 
 
 class TextStream:
-    """The text of one request: `decode` maps ids to text, `stop` are the strings that end it."""
+    """The text of one request: `decode` maps ids to text, `stop` are the strings that end it.
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...] = ()):
-        self.text = ""  # given out so far
+    `pieces`: texts of tokens that are whole characters, shared by many streams and filled by them.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: tuple[str, ...] = (),
+        pieces: dict[int, str] | None = None,
+    ):
+        self._given: list[str] = []
         self._decode, self._stop = decode, stop
+        self._pieces = {} if pieces is None else pieces
         self._ids: list[int] = []  # since the last whole character
         self._taken = 0  # characters of decode(_ids) already taken
         self._held = ""  # decoded, but maybe the beginning of a stop string
 
+    @property
+    def text(self) -> str:
+        """What was given out so far."""
+        return "".join(self._given)
+
     def push(self, token_id: int) -> tuple[str, bool]:
         """Add a token; returns the text to give out now, and whether a stop string has ended it."""
+        if not self._ids and not self._stop and (piece := self._pieces.get(token_id)) is not None:
+            self._given.append(piece)
+            return piece, False
         return self._give(self._characters(token_id))
 
     def finish(self) -> str:
         """No more tokens: give out what was held back, with half a character shown as U+FFFD."""
         rest = self._held + (self._decode(self._ids)[self._taken :] if self._ids else "")
         self._held, self._ids, self._taken = "", [], 0
-        self.text += rest
+        self._given.append(rest)
         return rest
 
     def _characters(self, token_id: int) -> str:
@@ -47,13 +64,15 @@ class TextStream:
         certain = max(whole, len(decoded) - 3, self._taken)  # a cut character is at most three bytes
         new, self._taken = decoded[self._taken : certain], certain
         if certain == len(decoded):
+            if len(self._ids) == 1:
+                self._pieces[token_id] = decoded
             self._ids, self._taken = [], 0
         return new
 
     def _give(self, new: str) -> tuple[str, bool]:
         """Cut at the earliest stop string, or hold back the longest tail that may become one."""
         if not self._stop:
-            self.text += new
+            self._given.append(new)
             return new, False
         known = self._held + new
         found = [at for at in (known.find(s) for s in self._stop) if at >= 0]
@@ -61,7 +80,7 @@ class TextStream:
         self._held = "" if found else known[keep:]
         if found:
             self._ids, self._taken = [], 0  # what follows the stop string is not part of the text
-        self.text += known[:keep]
+        self._given.append(known[:keep])
         return known[:keep], bool(found)
 
 

@@ -13,7 +13,7 @@ idle. Idle nodes are kept in the order in which they were let go, children befor
 one is always a leaf and the one to evict next.
 
 Units: blocks, snapshots (state slots), positions.
-State: changed by the scheduler only; `hold` and `release` come in pairs.
+State: changed by the scheduler only; what is held is released once, as all blocks of a sequence.
 Errors: ValueError from the pools when something is let go twice.
 Source: engine.md section 7.
 """
@@ -53,6 +53,7 @@ class PrefixTree:
     def __init__(self, blocks: Blocks, snapshots: Slots):
         self.blocks, self.snapshots = blocks, snapshots
         self.nodes: dict[bytes, Node] = {}
+        self.of_block: dict[int, Node] = {}
         self.idle: OrderedDict[bytes, Node] = OrderedDict()  # longest unused first
         self.saved: OrderedDict[bytes, Node] = OrderedDict()  # nodes with a snapshot, longest unused first
         self.evictions = 0
@@ -74,16 +75,17 @@ class PrefixTree:
         if path and path[-1].snapshot:
             self.saved.move_to_end(path[-1].key)
 
-    def release(self, path: list[Node]) -> None:
-        """The reverse of `hold`, for a whole path from the root."""
-        for node in reversed(path):
-            self.blocks.free([node.block])
-            if self.blocks.holders(node.block) > 1:
+    def release(self, blocks: list[int]) -> None:
+        """Let go of all blocks of a sequence, the last one first; those in the tree may now be idle."""
+        for block in reversed(blocks):
+            self.blocks.free([block])
+            node = self.of_block.get(block)
+            if node is None or self.blocks.holders(block) > 1:
                 continue
             if self.nodes.get(node.key) is node:
                 self.idle[node.key] = node
             else:  # cleared while it was held
-                self.blocks.free([node.block])
+                self._give_back(node)
 
     def publish(self, seq: Sequence) -> None:
         """Put the whole blocks that a sequence has computed into the tree.
@@ -94,7 +96,7 @@ class PrefixTree:
         for i, key in enumerate(chain(seq, whole, self.blocks.block_size)[len(seq.path) :], len(seq.path)):
             own, node = seq.blocks[i], self.nodes.get(key)
             if node is None:
-                node = self.nodes[key] = Node(key, own)
+                node = self.nodes[key] = self.of_block[own] = Node(key, own)
                 self.blocks.share([own])
             elif node.block != own:
                 self.hold([node])
@@ -148,5 +150,9 @@ class PrefixTree:
     def _remove(self, node: Node) -> None:
         """Take an idle node out of the tree and give its block back."""
         del self.idle[node.key], self.nodes[node.key]
-        self.blocks.free([node.block])
         self.forget(node)
+        self._give_back(node)
+
+    def _give_back(self, node: Node) -> None:
+        del self.of_block[node.block]
+        self.blocks.free([node.block])

@@ -56,7 +56,13 @@ class Runner:
         self.block_size, self.spoil = block_size, spoil or {}
         self.tags: dict[tuple[int, int], int] = {}
         self.rings: dict[int, dict[int, int]] = {}
+        self.newest: dict[int, int] = {}
         self.steps = self.computed = 0
+
+    asynchronous = False
+
+    def publish(self, slots, ids):
+        self.newest |= dict(zip(slots, ids.tolist(), strict=True))
 
     def run(self, work, copies):
         self.steps += 1
@@ -76,8 +82,9 @@ class Runner:
         self.tags |= {(b, o): None for b in copies.wipe_blocks for o in offsets}
 
     def _rows(self, w):
+        tokens = w.tokens[: w.stop - w.unknown] + ([self.newest.pop(w.seq_slot)] if w.unknown else [])
         hashes = [0]
-        for token in w.tokens[: w.stop]:
+        for token in tokens:
             hashes.append((hashes[-1] * 1000003 + token + 1) % (2**61 - 1))
         where = [(w.blocks[p // self.block_size], p % self.block_size) for p in range(w.stop)]
         assert all(self.tags[at] == h for at, h in zip(where[: w.fresh], hashes[1:], strict=False))

@@ -189,7 +189,7 @@ def test_close_ends_everything_from_any_state(threaded):
 
 
 def test_a_failure_outside_the_model_ends_every_request_and_the_thread_goes_on(threaded):
-    def broken():
+    def broken(ahead=False):
         raise ValueError("a bug")
 
     plan, threaded.scheduler.plan = threaded.scheduler.plan, broken

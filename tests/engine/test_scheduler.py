@@ -10,9 +10,13 @@ from .mock import EOS, VOCAB, engine
 
 
 def requests(rng, n):
-    """Random prompts with random sampling; some run to the context limit."""
+    """Random prompts with random sampling; some begin alike, some are equal, some run to the limit."""
+    system, prompt = [rng.randrange(2, VOCAB) for _ in range(30)], [5]
     for _ in range(n):
-        prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randrange(1, 40))]
+        if rng.random() < 0.7:
+            prompt = [rng.randrange(2, VOCAB) for _ in range(rng.randrange(1, 40))]
+            shared = rng.choice([0, 0, 9, 17, 30])
+            prompt[:shared] = system[: min(shared, len(prompt))]
         room = 64 - len(prompt)
         yield (
             prompt,
@@ -39,12 +43,14 @@ def one_trace(seed):
         prefill_interval=rng.choice([1, 1, 5]),
         exact_prefix=exact,
         num_snapshots=rng.choice([1, 2, 6]) if exact else 0,
+        overlap=rng.random() < 0.5,
     )
     todo, handles, aborted = list(requests(rng, 12)), [], set()
     for _ in range(2000):
-        if todo and rng.random() < 0.3:
+        while todo and rng.random() < 0.3:
             prompt, params = todo.pop()
-            handles.append((e.submit(prompt, params), prompt, params))
+            priority = rng.choice([0, 0, 1])
+            handles.append((e.submit(prompt, params, priority=priority), prompt, params))
         if handles and rng.random() < 0.03:
             victim = rng.choice(handles)[0]
             aborted |= {victim.request_id} if e.cancel(victim.request_id) else set()
