@@ -106,17 +106,22 @@ _grad_enabled, _compiling = torch.is_grad_enabled, torch.compiler.is_compiling  
 
 def _shape_class(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """What a check may depend on, as a key; other objects by weak reference, so that weights can be freed."""
-    grad, device = _grad_enabled(), None
-    parts: list[Any] = [grad, *kwargs]
+    grad, device, parts = _grad_enabled(), None, []
+    add = parts.append
     for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, Tensor):
+        kind = a.__class__
+        if kind in _PLAIN:
+            add(a)
+        elif kind is Tensor or isinstance(a, Tensor):
+            add(a.dtype)
+            add(a.shape)
+            if grad:
+                add(a.requires_grad)
             if device is None:
                 device = a.device
-            parts.append((a.dtype, a.shape, a.requires_grad) if grad else (a.dtype, a.shape))
         else:
-            parts.append(a if a.__class__ in _PLAIN else weakref.ref(a))
-    parts.append(device)
-    return tuple(parts)
+            add(weakref.ref(a))
+    return (grad, device, *parts, *kwargs)
 
 
 class Op:

@@ -140,8 +140,7 @@ class profile:  # noqa: N801 - reads as a verb: with dskit.profile(llm) as seen
     def lines(self) -> list[str]:
         """The summary in words."""
         found = self.summary()
-        parts = [f"{name}: {about['steps']} steps of {about['wall_ms'] / about['steps']:.1f} ms"
-                 if about["steps"] else f"{name} {about['wall_ms']:.1f} ms"
+        parts = [f"{name} {about['wall_ms']:.1f} ms" + f" in {about['steps']} steps" * (about["steps"] > 1)
                  for name, about in found["phases"].items()]
         lines = [f"wall {found['wall_ms']:.1f} ms; " + "; ".join(parts)]
         if found["gpu_idle_share"] is not None:
