@@ -39,6 +39,7 @@ from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, restor
 # elements of a call up to which a lane takes this many; not yet measured.  Interpreted, programs cost most.
 CONFIGS = ((1 << 19, 8), (1 << 22, 16), (1 << 62, 32)) if not common.INTERPRET else ((1 << 62, 32),)
 BACKWARD = 16  # elements per lane of the backward pass, which holds four values of each; not yet measured
+RESIDENT = 16 if not common.INTERPRET else 1  # its warps on a multiprocessor; few, so that loops are walked
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
@@ -198,21 +199,22 @@ def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float
     return total, y, q
 
 
-def _backward(x: Tensor, gain: Tensor | None, dy: Tensor, dtotal: Tensor | None,
-              eps: float) -> tuple[Tensor, Tensor | None]:
-    """(gradient of x in its dtype, gradient of the gain in its)."""
+def _backward(x: Tensor, gain: Tensor | None, dy: Tensor, dtotal: Tensor | None, eps: float,
+              learned: bool) -> tuple[Tensor, Tensor | None]:
+    """(gradient of x in its dtype, gradient of the gain in its if it is learned)."""
     width = x.shape[-1]
     x_TD, dy_TD, dtotal_TD = rows_of(x), rows_of(dy), None if dtotal is None else rows_of(dtotal)
     tile = _tile(width, BACKWARD)
-    programs = min(cdiv(x_TD.shape[0], tile["ROWS"]), 2 * common.processors(x))
+    most = max(1, common.processors(x) * RESIDENT // tile["num_warps"])
+    programs = min(cdiv(x_TD.shape[0], tile["ROWS"]), most)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dgain = None if gain is None else x.new_empty(programs, width, dtype=torch.float32)
+    dgain = x.new_empty(programs, width, dtype=torch.float32) if learned else None
     if programs:
         _norm_bwd_kernel[(programs,)](
             x_TD, x_TD.stride(0), None if gain is None else gain.contiguous(), dy_TD, dy_TD.stride(0),
             dtotal_TD, 0 if dtotal is None else dtotal_TD.stride(0), dx, dgain, x_TD.shape[0], eps, width,
             **tile)
-    return dx, None if gain is None else dgain.sum(0).to(gain.dtype)
+    return dx, dgain.sum(0).to(gain.dtype) if learned else None
 
 
 class _Norm(torch.autograd.Function):
@@ -231,7 +233,7 @@ class _Norm(torch.autograd.Function):
         if dy is None:
             dx, dgain = dtotal, None
         else:
-            dx, dgain = _backward(x, gain, dy, dtotal, ctx.eps)
+            dx, dgain = _backward(x, gain, dy, dtotal, ctx.eps, ctx.needs_input_grad[2])
         dx, dresidual = (None if dtype is None or dx is None else dx.to(dtype) for dtype in ctx.dtypes)
         return dx, dresidual, dgain, None, None, None
 
