@@ -300,6 +300,109 @@ def over(x, scale):
     return quotient
 
 
+# ---- in kernels: two numbers in a word ---------------------------------------------------------------------
+# Rotation works on pairs of channels, a byte of e2m1 and a word of bfloat16 hold two: the first is the lower.
+
+@triton.jit
+def _join(low, high):
+    return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+
+
+@triton.jit
+def bf16_pair(a, b):
+    """Two float32 -> word of two bfloat16 (uint32), each to nearest, ties to even."""
+    if INTERP:
+        return _join(to_bf16(a).to(tl.uint16, bitcast=True), to_bf16(b).to(tl.uint16, bitcast=True))
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.uint32,
+                                         is_pure=True, pack=1)
+
+
+@triton.jit
+def from_bf16_pair(word):
+    """Inverse of bf16_pair: (a, b), float32."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp16_pair(a, b):
+    """Two float32 -> word of two float16 (uint32), each to nearest, ties to even."""
+    if INTERP:
+        a, b = a.to(tl.float16), b.to(tl.float16)
+        return _join(a.to(tl.uint16, bitcast=True), b.to(tl.uint16, bitcast=True))
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.uint32,
+                                         is_pure=True, pack=1)
+
+
+@triton.jit
+def from_fp16_pair(word):
+    """Inverse of fp16_pair: (a, b), float32."""
+    low, high = (word & 0xFFFF).to(tl.uint16), (word >> 16).to(tl.uint16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def fp32_pair(a, b):
+    """Two float32 -> word of both (int64)."""
+    low, high = a.to(tl.uint32, bitcast=True).to(tl.uint64), b.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return (low | (high << 32)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def from_fp32_pair(word):
+    """Inverse of fp32_pair: (a, b)."""
+    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_pair(a, b):
+    """Two float32 of magnitude up to 448 -> their e4m3 codes, uint16."""
+    if _casts_fp8():
+        return tl.inline_asm_elementwise("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [a, b],
+                                         dtype=tl.uint16, is_pure=True, pack=1)
+    else:
+        return e4m3_code(a).to(tl.uint16) | (e4m3_code(b).to(tl.uint16) << 8)
+
+
+@triton.jit
+def from_e4m3_pair(code):
+    """Inverse of e4m3_pair: (a, b), float32."""
+    if _casts_fp8():
+        return from_fp16_pair(tl.inline_asm_elementwise("cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [code],
+                                                        dtype=tl.uint32, is_pure=True, pack=1))
+    else:
+        return from_e4m3((code & 0xFF).to(tl.uint8)), from_e4m3((code >> 8).to(tl.uint8))
+
+
+@triton.jit
+def e2m1_pair(a, b):
+    """Two float32 of magnitude below 7 * 2^-14 -> word of float16: the nearest e2m1 values times 2^-14.
+
+    There a float16 has the exponents of an e2m1, subnormals included, and more mantissa, so that rounding is
+    an addition.  The first rounding, to float16, leaves ties alone where a and b were bfloat16 over a scale.
+    """
+    word = fp16_pair(a, b)
+    size = word & 0x7FFF7FFF
+    return ((size + 0x00FF00FF + ((size >> 9) & 0x00010001)) & 0x7E007E00) | (word & 0x80008000)
+
+
+@triton.jit
+def e2m1_byte(word):
+    """What e2m1_pair gives -> its two codes, uint8."""
+    code = ((word >> 9) & 0x00070007) | ((word >> 12) & 0x00080008)
+    return (code | (code >> 12)).to(tl.uint8)
+
+
+@triton.jit
+def from_e2m1_byte(byte):
+    """Two e2m1 codes (uint8) -> (a, b) times 2^-14, float32."""
+    byte = byte.to(tl.uint32)
+    code = byte | (byte << 12)
+    return from_fp16_pair(((code & 0x00070007) << 9) | ((code & 0x00080008) << 12))
+
+
 # ---- in kernels: groups of channels that share a scale -----------------------------------------------------
 # KIND is what `layout` makes of a format's name: fp8, fp4_32 (both with E8M0 scales) or fp4_16 (e4m3 scales).
 

@@ -107,19 +107,22 @@ def is_packed(cache: Tensor | None) -> bool:
 
 
 @ops.op("cache.ready")
-def ready(v: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None, packing: Packing,
-          packed: bool) -> tuple[Tensor, Tensor]:
-    """v [T, ..., H] normed (with a gain), rotated (with turns), rounded: (rows for a cache, the normed v)."""
+def ready(v: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None, packing: Packing, packed: bool,
+          keep: bool = False) -> tuple[Tensor, Tensor | None]:
+    """v [T, ..., H] normed (with a gain), rotated (with turns) and rounded: rows for a cache.
+
+    -> (rows, with `keep` the normed v as it is before the rotation).
+    """
     normed = v if gain_H is None else rms(v, gain_H, eps, v.dtype)
     turned = normed if turn_T is None else rotate(normed, turn_T)
-    return packing.pack(turned) if packed else packing.round(turned), normed
+    return packing.pack(turned) if packed else packing.round(turned), normed if keep else None
 
 
 @ops.op("cache.write_", grad=False)
 def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None,
-           slots_T: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """`ready`, put in rows `slots` of a cache: (the cache, the normed v). A packed cache skips slot -1."""
-    rows, normed = ready(v_TH, gain_H, eps, turn_T, packing, is_packed(cache))
+           slots_T: Tensor, packing: Packing, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+    """`ready`, put in rows `slots` of a cache, which takes the rows' place. A packed cache skips slot -1."""
+    rows, normed = ready(v_TH, gain_H, eps, turn_T, packing, is_packed(cache), keep)
     if is_packed(cache):
         real = slots_T >= 0
         rows, slots_T = rows[real], slots_T[real]
@@ -127,12 +130,12 @@ def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_
 
 
 def store_(cache: Tensor | None, v_TH: Tensor, norm: RMSNorm | None, turn_T: Tensor | None, slots_T: Tensor,
-           packing: Packing) -> tuple[Tensor, Tensor]:
+           packing: Packing, keep: bool = False) -> tuple[Tensor, Tensor | None]:
     """`write_` with a norm layer; without a cache (training) the new rows take its place."""
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     if cache is None:
-        return ready(v_TH, gain, eps, turn_T, packing, False)
-    return write_(cache, v_TH, gain, eps, turn_T, slots_T, packing)
+        return ready(v_TH, gain, eps, turn_T, packing, False, keep)
+    return write_(cache, v_TH, gain, eps, turn_T, slots_T, packing, keep)
 
 
 @ops.op("cache.read", grad=False)

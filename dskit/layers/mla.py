@@ -215,7 +215,7 @@ class Attention(nn.Module):
         plan: GroupPlan = step.groups[self.ratio]
         pooled = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
         shared.entries, latent = store_(memory.entries.get(self.layer), pooled, self.compressor.norm,
-                                        plan.turn, plan.slots, self.packing("entry"))
+                                        plan.turn, plan.slots, self.packing("entry"), keep=True)
         shared.chosen = None
         if hasattr(self, "indexer"):
             if not self.config.is_v41:

@@ -35,7 +35,7 @@ ALLOWED = {
     "viz": {"ops", "config", "table"},
     "traces": {"table"},
     "profiling": {"ops", "config", "table", "traces"},
-    "testing": {"ops", "config", "table"},
+    "testing": {"ops", "config", "table", "layers"},
     "terminal": {"engine", "chat"},
 }
 TRAIN = {
