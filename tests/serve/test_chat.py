@@ -182,10 +182,12 @@ def test_random_weights_follow_the_protocol_too(tiny_server, tiny):
     """No script: noise, which may hold any token at any place."""
     with client_of(tiny_server) as client:
         fields = {"model": "tiny", "max_completion_tokens": 12, "seed": 3, "temperature": 1.0, "top_p": 0.9}
+        ask(client, "Hello", **fields)  # both that follow find as much of the prompt in the cache
         whole = ask(client, "Hello", **fields)
         stream = gather(ask(client, "Hello", stream=True, stream_options={"include_usage": True}, **fields))
         message = whole.choices[0].message
         assert stream["reasoning_content"] == (message.reasoning_content or "")
         assert stream["content"] == (message.content or "") and stream["usage"] == whole.usage
         assert 1 <= whole.usage.completion_tokens <= 12
+        assert whole.usage.prompt_tokens_details.cached_tokens > 0
     idle(tiny)
