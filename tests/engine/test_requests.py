@@ -93,7 +93,7 @@ def test_parameters_that_do_not_fit_the_model(params, words):
 def test_the_queue_has_an_end():
     e = engine(max_queued_requests=2)
     handles = [e.submit([1, 2]) for _ in range(2)]
-    with pytest.raises(RequestError, match="2 requests are waiting") as caught:
+    with pytest.raises(RequestError, match="max_queued_requests allows 2") as caught:
         e.submit([1, 2])
     assert caught.value.status == 429 and caught.value.code == "queue_full"
     assert all(h.result().finish_reason for h in handles)
