@@ -18,7 +18,7 @@ demo: ## install what serving needs, then serve the bundled model: chat page and
 	@$(INSTALL) serve && exec $(BIN)/dskit serve demo
 
 test: ## the tests, set-up included (under nine minutes on two cores, set-up apart)
-	@$(INSTALL) dev --browser && $(BIN)/python -m pytest
+	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: ## every property at its full count
 	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -m "not gpu and not soak" --timeout 1800
