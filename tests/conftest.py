@@ -18,7 +18,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Use the cores that are there, one for each of several workers, unless OMP_NUM_THREADS says otherwise."""
+    """Use the cores that are there, one for each of two workers, unless OMP_NUM_THREADS says otherwise."""
     cores = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or cores)
 
