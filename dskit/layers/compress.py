@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers.linear import Linear, Numerics
-from dskit.layers.norm import RMSNorm, up
+from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.swa import RingPlan, remember_
 
 
@@ -46,9 +46,23 @@ class GroupPlan:
 
 
 @ops.op("compress.pool")
-def pool(v_EUH: Tensor, g_EUH: Tensor) -> Tensor:
-    """Mean of v under the softmax of g over a group's U members, per channel, [E, H]; absent g is -inf."""
-    return (g_EUH.softmax(dim=1) * v_EUH).sum(dim=1)
+def pool(line_S2X: Tensor, read_EU: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Each group's mean of v under the softmax of g over its U members, per channel: [E, width] of `dtype`.
+
+    line: (v, g) by row; read: the members' rows, -1 for one that is absent. Members wider than `width` play
+    two roles: in the earlier half of a group their first channels count (those for the next entry), in the
+    later half their last (for their own). No row plays the same role twice.
+    """
+    v, g = line_S2X[read_EU.clamp(min=0)].unbind(dim=2)
+    g = g.masked_fill(read_EU[..., None] < 0, float("-inf"))
+    if v.shape[-1] > width:
+        v, g = _roles(v, width), _roles(g, width)
+    return cast((g.softmax(dim=1) * v).sum(dim=1), dtype)
+
+
+def _roles(member: Tensor, width: int) -> Tensor:
+    earlier, later = member.chunk(2, dim=1)
+    return torch.cat((earlier[..., :width], later[..., -width:]), dim=1)
 
 
 class Compressor(nn.Module):
@@ -57,8 +71,8 @@ class Compressor(nn.Module):
     def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, width: int):
         super().__init__()
         self.ratio, self.numerics, self.width = ratio, numerics, width
-        self.overlaps = not config.is_v41 and ratio == 4
-        out, fmt = width * (2 if self.overlaps else 1), "bf16" if ratio == 1 and config.is_v41 else "fp32"
+        overlaps = not config.is_v41 and ratio == 4
+        out, fmt = width * (2 if overlaps else 1), "bf16" if ratio == 1 and config.is_v41 else "fp32"
         self.gated = ratio > 1 or not config.is_v41
         self.wkv = Linear(config.hidden_size, out, numerics, fmt=fmt)
         self.norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype)
@@ -75,14 +89,4 @@ class Compressor(nn.Module):
         if hasattr(self, "ape"):
             g = g + self.ape[pos_T % self.ratio]
         line = remember_(carry, torch.stack((v, g), dim=1), plan.ring)
-        members = line[plan.ring.read.clamp(min=0)]  # [E, U, 2, out]
-        v, g = members.unbind(dim=2)
-        g = g.masked_fill(plan.ring.read[..., None] < 0, float("-inf"))
-        if self.overlaps:
-            v, g = self._roles(v), self._roles(g)
-        return pool(v, g).to(self.numerics.dtype)
-
-    def _roles(self, member: Tensor) -> Tensor:
-        """Of 2r members, the earlier r play their first half (next entry), the later r the second (own)."""
-        earlier, later = member.chunk(2, dim=1)
-        return torch.cat((earlier[..., : self.width], later[..., self.width :]), dim=1)
+        return pool(line, plan.ring.read, self.width, self.numerics.dtype)
