@@ -36,8 +36,8 @@ class EngineConfig:
     """Requests that may wait; the next one is refused."""
     max_queued_tokens: int | None = None
     """Prompt tokens that may wait, likewise; None: eight times what the cache blocks hold."""
-    queue_timeout: float = 120.0
-    """Seconds after which a request that could not be started ends with an error."""
+    queue_timeout: float = math.inf
+    """Seconds after which a request that could not be started ends with an error; a batch waits its turn."""
     prefill_interval: int = 1
     """Decode steps between two looks at the queue; 1 gives the first token soonest."""
     overlap: bool | None = None

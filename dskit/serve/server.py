@@ -31,6 +31,8 @@ from dskit.engine.llm import LLM
 from dskit.engine.seq import SamplingParams
 from dskit.serve.api import create
 
+QUEUE_TIMEOUT_S = 120.0  # whoever waits longer has most likely gone
+
 RUNNING: dict[tuple[str, int], Server] = {}
 
 
@@ -140,6 +142,7 @@ def main(args: Any) -> int:
             numerics=args.numerics,
             seed=args.seed,
             batch_invariant=args.batch_invariant,
+            queue_timeout=QUEUE_TIMEOUT_S,
             **{n: getattr(args, n) for n in sizes},
         ) as llm,
     ):

@@ -90,6 +90,15 @@ def test_who_waits_too_long_is_told(clock):
     assert len(e.scheduler.running) == 1  # whoever has begun goes on
 
 
+def test_a_batch_waits_its_turn_however_long(clock):
+    e = full()
+    e.submit([7, 8], LONG)
+    e.step()
+    clock.now += 10_000
+    e.step()
+    assert len(e.scheduler.waiting) == 1
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_request_has_a_time_of_its_own(clock, overlap):
     e = engine(overlap=overlap)
