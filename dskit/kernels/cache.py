@@ -65,6 +65,7 @@ from dskit.kernels.common import (
 # rows of a call up to which a program, one warp, has this many pairs; not yet measured.  A warp is enough to
 # norm a row by shuffles, and where a lane knows that none of its pairs turn, the compiler leaves that out.
 CONFIGS = ((4096, 256), (1 << 62, 512))
+HELD = torch.uint8, torch.bfloat16, torch.float32
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
@@ -269,10 +270,11 @@ def _write(v: Tensor, gain: Tensor | None, eps: float, turn: Tensor | None, slot
         return normed
     packed, words = cache.dtype == torch.uint8, {2: torch.int32, 4: torch.int64}
     sizes, v_words = _constants(packing, rows), _words(v, torch.int32)
+    gain_words = None if gain is None else _words(gain.float(), torch.int64)
     turn_words = None if turn is None else torch.view_as_real(turn.contiguous()).view(torch.int64)
     _cache_write_fwd_kernel[(cdiv(rows, sizes["ROWS"]),)](
-        v_words, v_words.stride(0), None if gain is None else gain.float().contiguous().view(torch.int64),
-        turn_words, slots, cache.view(torch.int16) if packed else None, cache if packed else None,
+        v_words, v_words.stride(0), gain_words, turn_words, None if slots is None else slots.contiguous(),
+        cache.view(torch.int16) if packed else None, cache if packed else None,
         None if packed else cache.view(words[cache.itemsize]),
         None if gain is None or normed is None else normed.view(torch.int32), rows, eps, rows // tokens,
         TURNS=0 if turn is None else turn.shape[1], **sizes)
@@ -288,17 +290,21 @@ def _odd(packing: Any) -> str | None:
     return None
 
 
-def _cannot(v: Tensor, packing: Any, *tensors: Tensor | None) -> str | None:
-    """Why rows of v cannot be made ready here, or None."""
+def _cannot(v: Tensor, packing: Any, held: torch.dtype, *tensors: Tensor | None) -> str | None:
+    """Why rows of v cannot be made ready here for a cache that holds `held`, or None."""
     if v.dtype != torch.bfloat16:
         return f"v is {v.dtype}; the kernel rounds bfloat16"
-    return _odd(packing) or refuse(v, *tensors)
+    return _odd(packing) or _beyond(held) or refuse(v, *tensors)
+
+
+def _beyond(dtype: torch.dtype) -> str | None:
+    return None if dtype in HELD else f"rows of {dtype}; the kernel knows {', '.join(map(str, HELD))}"
 
 
 # ---- the ops -----------------------------------------------------------------------------------------------
 
 @ops.implement("cache.ready", "triton", when=lambda v, gain_H, eps, turn_T, packing, packed, keep=False:
-               _cannot(v, packing, gain_H, turn_T))
+               _cannot(v, packing, torch.uint8 if packed else packing.dtype, gain_H, turn_T))
 def ready(v: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None, packing: Any, packed: bool,
           keep: bool = False) -> tuple[Tensor, Tensor | None]:
     """v [T, ..., H] normed, rotated, rounded: (rows for a cache, the normed v to keep)."""
@@ -308,7 +314,7 @@ def ready(v: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None, p
 
 
 @ops.implement("cache.write_", "triton", when=lambda cache, v, gain, eps, turn, slots, packing, keep=False:
-               _cannot(v, packing, cache, gain, turn, slots))
+               _cannot(v, packing, cache.dtype, cache, gain, turn, slots))
 def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None,
            slots_T: Tensor, packing: Any, keep: bool = False) -> tuple[Tensor, Tensor | None]:
     """`ready`, put in rows `slots` of a cache, -1 nowhere: (the cache, the normed v to keep)."""
@@ -318,10 +324,9 @@ def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_
 
 @ops.implement("cache.read", "triton", when=lambda cache, rows, packing, dtype:
                "the cache holds numbers, which a gather reads" if cache.dtype != torch.uint8 else
-               _odd(packing) or refuse(cache, rows))
+               _odd(packing) or _beyond(dtype) or refuse(cache, rows))
 def read(cache: Tensor, rows: Tensor, packing: Any, dtype: torch.dtype) -> Tensor:
     """Rows of a packed cache as numbers, [..., H] of `dtype`; zeros for row -1."""
-    require(dtype in (torch.bfloat16, torch.float32), "dtype", f"is {dtype}; choose bfloat16 or float32")
     require(cache.shape[1:] == (packing.nbytes,) and cache.is_contiguous(), "cache",
             f"must be contiguous [S, {packing.nbytes}]")
     out = torch.empty(*rows.shape, packing.width, dtype=dtype, device=cache.device)

@@ -123,9 +123,9 @@ def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_
            slots_T: Tensor, packing: Packing, keep: bool = False) -> tuple[Tensor, Tensor | None]:
     """`ready`, put in rows `slots` of a cache, which takes the rows' place. A packed cache skips slot -1."""
     rows, normed = ready(v_TH, gain_H, eps, turn_T, packing, is_packed(cache), keep)
-    if is_packed(cache):
-        real = slots_T >= 0
-        rows, slots_T = rows[real], slots_T[real]
+    if is_packed(cache):  # what is skipped writes the reserved row as it is: no shape depends on the slots
+        real, slots_T = slots_T[:, None] >= 0, slots_T.clamp(min=0)
+        rows = torch.where(real, rows, cache[slots_T])
     return cache.index_copy_(0, slots_T, cast(rows, cache.dtype)), normed
 
 

@@ -63,7 +63,7 @@ def _write(shape: Shape, maker: Maker) -> tuple:
     """Rows to scattered slots of a cache with other bytes in it; every fifth goes nowhere."""
     rows, packing = shape["rows"], _packing(shape)
     held = maker.integers(256, 2 * rows + 3, packing.nbytes, dtype=torch.uint8)
-    slots = maker.distinct(2 * rows + 3, rows)
+    slots = 1 + maker.distinct(2 * rows + 2, rows)  # row 0 is reserved
     slots[4::5] = -1
     return held, *_vectors(shape, maker), slots, packing, bool(shape.get("keep"))
 
