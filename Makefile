@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(PYTHON) tools/install.py
 export PIP_ARGS
+# tests that start servers, browsers and kernels want the machine for themselves
+ALONE := tests/serve tests/notebooks tests/cli
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-gpu notebooks lab lint bench soak
@@ -18,7 +20,7 @@ demo: ## install what serving needs, then serve the bundled model: chat page and
 	@$(INSTALL) serve && exec $(BIN)/dskit serve demo
 
 test: ## the tests, set-up included (under nine minutes on two cores, set-up apart)
-	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) && $(BIN)/python -m pytest $(ALONE)
 
 test-all: ## every property at its full count
 	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -m "not gpu and not soak" --timeout 1800

@@ -158,7 +158,7 @@ def _boundary_fwd_kernel(y_ptr, stride_y, X_ptr, stride_t, stride_n, p_ptr, q_pt
         square += tl.sum(squares, axis=1)
         if p_ptr is not None:
             tl.store(x_ptr + row[:, None] * D + col[None, :], narrow(x, x_ptr.dtype.element_ty), mask=here,
-                     eviction_policy="evict_last" if EVICT else "")
+                     eviction_policy="evict_last" if EVICT != "" else "")
     if fn_ptr is not None:
         here = part_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * COLS
         tl.store(here[None, :] + c[:, None], _folded(product, BF16),
