@@ -3,9 +3,10 @@
 Idea
     router    logits[T, E] = x W^T, cut into tiles of tokens x experts x a part of K, so that one token keeps
               the memory as busy as thousands do; each part is written, and a second kernel adds the parts in
-              order and chooses: J rounds of "largest, then lowest index" over rows that lie in registers
-    plan      one program per expert reads all slots twice: it counts the lower experts' slots, which is where
-              its own rows begin, then ranks its own by a running sum; nothing is sorted, nobody waits
+              order and chooses: J rounds of "largest, then lowest index" over a row in a warp's registers
+    plan      one program per chunk of slots: histograms of all slots and of those before it say where its
+              experts' rows begin and how many are taken, comparing the chunk's slots with each other gives
+              the rank; nothing is sorted.  Many slots are counted by chunks first, so that none reads all
     permute   one program per token and piece of its row: read once, written to J places
     combine   one program per token and piece of its row: J reads in flight, added in slot order, written once
     swiglu    tiles of whole quantisation groups, [groups, 32], so that clamp, SiLU, routing weight, both
@@ -44,7 +45,6 @@ from dskit.kernels.common import (
     dot,
     layout,
     ld,
-    log1p_exp,
     narrow,
     pow2,
     refuse,
@@ -57,8 +57,8 @@ from dskit.kernels.common import (
 ROUTER = {16: (16, 64, 0, 128, 20, 4, 3), 64: (32, 64, 0, 128, 20, 4, 3), 256: (64, 64, 0, 128, 10, 4, 4),
           1024: (64, 128, 0, 64, 5, 4, 4), 1 << 62: (128, 256, 128, 64, 4, 8, 3)}
 ROUTER_WIDE = (16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
-CHOOSE = {1024: (1, 4), 1 << 62: (4, 4)}  # rows up to -> tokens of a program, warps
-SLOTS = 2048  # slots that plan reads at a time
+CHUNK = 256  # slots of a program of plan
+AT_ONCE = 2048  # slots that each program counts by itself
 PIECE = 1024  # channels of a row that one program moves, eight per thread
 CHANNELS = 2048  # channels that one program of swiglu computes, in groups
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -146,59 +146,64 @@ def _logit_parts(x_TD: Tensor, weight_ED: Tensor, steady: bool) -> Tensor:
 # ---- router: choice ----------------------------------------------------------------------------------------
 
 @triton.jit
-def _scores(z_ptr, t, e, T, E, stride_part, PARTS: tl.constexpr, TEMPERATURE: tl.constexpr):
-    """sqrt(softplus(logit)) of a tile, the parts of a logit added in order."""
-    inside = (t[:, None] < T) & (e[None, :] < E)
-    z_at = z_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
-    z = ld(z_at, inside)
-    for _ in tl.static_range(1, PARTS):
-        z_at += stride_part
-        z += ld(z_at, inside)
+def _softplus(z):
+    """log(1 + exp(z)) = max(z, 0) + log(1 + w), w = exp(-|z|): a polynomial, since a GPU's logarithm costs 20
+    instructions.  Fitted to log(1 + w) / w on [0, 1], relative error 3e-7.
+    """
+    w = tl.exp2(tl.abs(z) * -1.4426950408889634)
+    p = 0.04408948868513107 - w * 0.008539168164134026
+    p = 0.17745228111743927 - w * (0.1076815202832222 - w * p)
+    p = 0.33275479078292847 - w * (0.24495458602905273 - w * p)
+    p = 0.9999998211860657 - w * (0.4999740421772003 - w * p)
+    return tl.maximum(z, 0.0) + w * p
+
+
+@triton.jit
+def _score(z_ptr, inside, stride_part, PARTS: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """sqrt(softplus(logit)), the logit's parts added in order."""
+    z = ld(z_ptr, inside)
+    for part in tl.static_range(1, PARTS):
+        z += ld(z_ptr + part * stride_part, inside)
     if TEMPERATURE != 1:
         z = z / TEMPERATURE
-    return tl.sqrt(log1p_exp(z))
+    return tl.sqrt(_softplus(z))
 
 
 @triton.jit
 def _route_fwd_kernel(z_ptr, bias_ptr, image_ptr, image_bias_ptr, fixed_ptr, topk_ptr, weight_ptr,
-                      score_ptr, T, E, stride_part, stride_bias, factor, PARTS: tl.constexpr,
-                      J: tl.constexpr, NORMALISE: tl.constexpr, TEMPERATURE: tl.constexpr,
-                      BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e = tl.arange(0, BLOCK_E)
-    slot = tl.arange(0, BLOCK_J)[None, :]
-    g = _scores(z_ptr, t, e, T, E, stride_part, PARTS, TEMPERATURE)
-    choice = g
-    if bias_ptr is not None:
-        bias = ld(bias_ptr + t.to(tl.int64)[:, None] * stride_bias + e[None, :],
-                  (t[:, None] < T) & (e[None, :] < E))
-        if image_ptr is not None:
-            is_image = tl.load(image_ptr + t, mask=t < T, other=0) != 0
-            bias = tl.where(is_image[:, None], ld(image_bias_ptr + e, e < E)[None, :], bias)
-        choice += bias
-    # a NaN counts as the lowest number; what is out or taken lies below all numbers
-    choice = tl.where(choice >= -3e38, choice, -3e38)
-    choice = tl.where(e[None, :] < E, choice, float("-inf"))
-    chosen = tl.zeros((BLOCK_T, BLOCK_J), tl.int32)
-    score = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
-    for j in tl.static_range(J):
-        if fixed_ptr is None:
-            best = tl.max(choice, axis=1)[:, None]
-            at = tl.min(tl.where(choice == best, e[None, :], E - 1), axis=1)[:, None]
-            choice = tl.where(e[None, :] == at, float("-inf"), choice)
-        else:
-            at = tl.load(fixed_ptr + t.to(tl.int64) * J + j, mask=t < T, other=0).to(tl.int32)[:, None]
-        picked = tl.sum(tl.where(e[None, :] == at, g, 0.0), axis=1)[:, None]
-        chosen = tl.where(slot == j, at, chosen)
-        score = tl.where(slot == j, picked, score)
-    out = t.to(tl.int64)[:, None] * J + slot
-    inside = (t[:, None] < T) & (slot < J)
+                      score_ptr, E, stride_part, stride_bias, factor, PARTS: tl.constexpr, J: tl.constexpr,
+                      NORMALISE: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr,
+                      BLOCK_J: tl.constexpr):
+    """One token in one warp, so that no round of the choice waits for another warp."""
+    t = tl.program_id(0).to(tl.int64)
+    z_ptr += t * E
+    slot = tl.arange(0, BLOCK_J)
+    if fixed_ptr is None:
+        e = tl.arange(0, BLOCK_E)
+        choice = _score(z_ptr + e, e < E, stride_part, PARTS, TEMPERATURE)
+        if bias_ptr is not None:
+            bias_ptr += t * stride_bias
+            if image_ptr is not None:
+                bias_ptr = tl.where(tl.load(image_ptr + t) != 0, image_bias_ptr, bias_ptr)
+            choice += ld(bias_ptr + e, e < E)
+        # a NaN counts as the lowest number; what is no expert or taken lies below all numbers
+        choice = tl.where(choice >= -3e38, choice, -3e38)
+        choice = tl.where(e < E, choice, float("-inf"))
+        chosen = tl.zeros((BLOCK_J,), tl.int32)
+        for j in tl.static_range(J):
+            best = tl.max(choice, axis=0)
+            at = tl.min(tl.where(choice == best, e, E - 1), axis=0)
+            choice = tl.where(e == at, float("-inf"), choice)
+            chosen = tl.where(slot == j, at, chosen)
+    else:
+        chosen = tl.load(fixed_ptr + t * J + slot, mask=slot < J, other=0).to(tl.int32)
+    score = tl.where(slot < J, _score(z_ptr + chosen, slot < J, stride_part, PARTS, TEMPERATURE), 0.0)
     if score_ptr is not None:
-        tl.store(score_ptr + out, score, mask=inside)
+        tl.store(score_ptr + t * J + slot, score, mask=slot < J)
     if NORMALISE:
-        score = score / (tl.sum(score, axis=1)[:, None] + 1e-20)
-    tl.store(topk_ptr + out, chosen.to(tl.int64), mask=inside)
-    tl.store(weight_ptr + out, score * factor, mask=inside)
+        score = score / (tl.sum(score, axis=0) + 1e-20)
+    tl.store(topk_ptr + t * J + slot, chosen.to(tl.int64), mask=slot < J)
+    tl.store(weight_ptr + t * J + slot, score * factor, mask=slot < J)
 
 
 @triton.jit
@@ -240,12 +245,11 @@ def _choose(z_STE: Tensor, bias: Tensor | None, k: int, normalise: bool, factor:
         require(bias.shape in ((E,), (T, E)), "bias", f"is {tuple(bias.shape)}, not {(E,)} or {(T, E)}")
         bias = rows_of(bias) if bias.dim() == 2 else bias.contiguous()
         stride = bias.stride(0) if bias.dim() == 2 else 0
-    tokens, warps = _up_to(CHOOSE, T)
     if T:
-        _route_fwd_kernel[(cdiv(T, tokens),)](
+        _route_fwd_kernel[(T,)](
             z_STE, bias, image_T, image_bias_E, None if fixed_TJ is None else fixed_TJ.contiguous(), topk,
-            weight, score, T, E, z_STE.stride(0), stride, factor, parts, k, normalise and k > 1, temperature,
-            tokens, pow2(E), pow2(k), num_warps=warps)
+            weight, score, E, z_STE.stride(0), stride, factor, parts, k, normalise and k > 1, temperature,
+            pow2(E), pow2(k), num_warps=1)
     return topk, weight, score
 
 
@@ -322,38 +326,72 @@ def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, k: int, normali
 # ---- plan --------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _plan_kernel(topk_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, R, BLOCK: tl.constexpr):
-    mine = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    lower = tl.zeros((BLOCK,), tl.int32)
-    equal = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, R, BLOCK):
-        expert = tl.load(topk_ptr + start + lane, mask=start + lane < R, other=0x7FFFFFFF)
-        lower += (expert < mine).to(tl.int32)
-        equal += (expert == mine).to(tl.int32)
-    row = tl.sum(lower)  # where this expert's rows begin
-    tl.store(end_ptr + mine, row + tl.sum(equal))
-    for start in range(0, R, BLOCK):
-        slot = start + lane
-        own = tl.load(topk_ptr + slot, mask=slot < R, other=0x7FFFFFFF) == mine
-        rank = row + tl.cumsum(own.to(tl.int32), axis=0) - 1
-        tl.store(order_ptr + rank, slot.to(tl.int64), mask=own)
-        tl.store(place_ptr + slot, rank.to(tl.int64), mask=own)
-        tl.store(expert_ptr + rank, tl.zeros((BLOCK,), tl.int64) + mine, mask=own)
-        row += tl.sum(own.to(tl.int32))
+def _experts_of(topk_ptr, slot, R, E):
+    """Experts of slots; beyond the last slot an expert that is none."""
+    return tl.load(topk_ptr + slot, mask=slot < R, other=E).to(tl.int32)
+
+
+@triton.jit
+def _count_kernel(topk_ptr, count_ptr, R, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    chunk = tl.program_id(0)
+    e = tl.arange(0, BINS)
+    expert = _experts_of(topk_ptr, chunk * BLOCK + tl.arange(0, BLOCK), R, E)
+    tl.store(count_ptr + chunk * E + e, tl.histogram(expert, BINS), mask=e < E)
+
+
+@triton.jit
+def _plan_kernel(topk_ptr, count_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, R, E, chunks,
+                 BLOCK: tl.constexpr, BINS: tl.constexpr, ALL: tl.constexpr):
+    """Rows of one chunk of slots: its experts' first rows, what earlier chunks took, and a rank within."""
+    chunk = tl.program_id(0)
+    e = tl.arange(0, BINS)
+    if count_ptr is None:
+        lane = tl.arange(0, ALL)
+        every = _experts_of(topk_ptr, lane, R, E)
+        total = tl.histogram(every, BINS)
+        before = tl.histogram(tl.where(lane < chunk * BLOCK, every, E), BINS)
+    else:
+        totals = tl.zeros((16, BINS), tl.int32)
+        earlier = tl.zeros((16, BINS), tl.int32)
+        for start in range(0, chunks, 16):
+            row = start + tl.arange(0, 16)[:, None]
+            count = tl.load(count_ptr + row * E + e[None, :], mask=(row < chunks) & (e[None, :] < E), other=0)
+            totals += count
+            earlier += tl.where(row < chunk, count, 0)
+        total = tl.sum(totals, axis=0)
+        before = tl.sum(earlier, axis=0)
+    total = tl.where(e < E, total, 0)
+    end = tl.cumsum(total, axis=0)
+    if chunk == 0:
+        tl.store(end_ptr + e, end, mask=e < E)
+    slot = chunk * BLOCK + tl.arange(0, BLOCK)
+    expert = _experts_of(topk_ptr, slot, R, E)
+    row = tl.gather(end - total + before, expert, 0)
+    for start in range(chunk * BLOCK, (chunk + 1) * BLOCK, 32):
+        other = (start + tl.arange(0, 32))[:, None]
+        same = (_experts_of(topk_ptr, other, R, E) == expert[None, :]) & (other < slot[None, :])
+        row += tl.sum(same.to(tl.int32), axis=0)
+    tl.store(place_ptr + slot, row.to(tl.int64), mask=slot < R)
+    tl.store(order_ptr + row, slot.to(tl.int64), mask=slot < R)
+    tl.store(expert_ptr + row, expert.to(tl.int64), mask=slot < R)
 
 
 @ops.implement("moe.plan", "triton", when=lambda topk, *_: refuse(topk))
 def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(expert_R, order_R, place_TJ, end_E), counted on the device; ids lie in [0, n_experts)."""
     topk = topk_TJ.contiguous()
-    R = topk.numel()
+    R, E = topk.numel(), n_experts
     require(R < 1 << 31, "topk_TJ", f"has {R} slots; a plan counts in 32 bits")
     expert, order = topk.new_empty(R), topk.new_empty(R)
     place = torch.empty_like(topk)
-    end = torch.empty(n_experts, dtype=torch.int32, device=topk.device)
-    block = min(SLOTS, max(32, pow2(R)))
-    _plan_kernel[(n_experts,)](topk, expert, order, place, end, R, block, num_warps=4 if block < SLOTS else 8)
+    end = torch.empty(E, dtype=torch.int32, device=topk.device)
+    block, bins = min(CHUNK, max(32, pow2(R))), pow2(E + 1)
+    chunks, count = max(1, cdiv(R, block)), None
+    if R > AT_ONCE:
+        count = torch.empty(chunks, E, dtype=torch.int32, device=topk.device)
+        _count_kernel[(chunks,)](topk, count, R, E, block, bins)
+    _plan_kernel[(chunks,)](topk, count, expert, order, place, end, R, E, chunks, block, bins,
+                            max(32, pow2(min(R, AT_ONCE))), num_warps=8)
     return expert, order, place, end
 
 
