@@ -100,6 +100,17 @@ def bench_kernels(argv: list[str]) -> int:
     return kernels.main(args, shlex.join(["dskit", "bench", "kernels", *argv]))
 
 
+def bench_engine(argv: list[str]) -> int:
+    """What a step costs beside the model: scheduler, pools, prefix tree; on a GPU its idle time."""
+    from dskit.flags import EngineArgs
+
+    args = parse(EngineArgs, "bench engine", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import engine
+
+    return engine.main(args, shlex.join(["dskit", "bench", "engine", *argv]))
+
+
 def bench_compare(argv: list[str]) -> int:
     """Which kernels became faster or slower between two files of records."""
     from dskit.flags import CompareArgs
@@ -183,9 +194,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 BENCHES: dict[str, Callable[[list[str]], int]] = {
     "latency": bench_latency,
     "kernels": bench_kernels,
+    "engine": bench_engine,
     "compare": bench_compare,
 }
-LATER_BENCHES = ("throughput", "prefill", "decode", "serve", "engine", "spec", "startup")
+LATER_BENCHES = ("throughput", "prefill", "decode", "serve", "spec", "startup")
 
 
 # ---- flags of other engines ----------------------------------------------------------------------

@@ -139,6 +139,20 @@ class KernelsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineArgs(ModelArgs):
+    """Time what a step costs beside the model; on a GPU also for how long it has nothing to do."""
+
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    running: int = 256
+    """Requests that decode at any time while the scheduler is timed."""
+    steps: int = 400
+    """Decode steps that are timed."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompareArgs:
     """Tell which kernels became faster or slower between two files of records."""
 

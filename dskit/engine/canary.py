@@ -43,7 +43,7 @@ class Canary:
         self.blocks = np.zeros((scheduler.blocks.total + 1, cfg.block_size), dtype=np.uint64)
         self.ring = cfg.sliding_window + LEAST_BACKTRACK  # rows; real rings have as many or more
         self.rings: dict[int, dict[int, int]] = {}  # slot -> row -> fingerprint
-        self.histories: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()  # behind each token
+        self.histories: WeakKeyDictionary[Sequence, np.ndarray] = WeakKeyDictionary()  # behind each token
         self.freed_blocks: set[int] = set()  # since the last step was launched
         self.freed_slots: set[int] = set()
         scheduler.blocks.on_free = self.freed_blocks.add
@@ -106,7 +106,7 @@ class Canary:
         history = self._history(seq, chunk.stop)
         blocks = seq.blocks[: -(-chunk.fresh // size)]
         held = self.blocks[blocks].reshape(-1)[: chunk.fresh]
-        wrong = np.flatnonzero(held != np.array(history[: chunk.fresh], dtype=np.uint64))
+        wrong = np.flatnonzero(held != history[: chunk.fresh])
         self._require(not len(wrong), f"{self._name(seq)} read other entries at positions {wrong[:4]}")
         replays = chunk.fresh > chunk.start
         first = chunk.start if replays else max(0, chunk.start - self.cfg.sliding_window + 1)
@@ -116,20 +116,24 @@ class Canary:
 
     def _write(self, chunk: Chunk, most: int) -> None:
         seq, size, history = chunk.seq, self.cfg.block_size, self._history(chunk.seq, chunk.stop)
-        for p in range(chunk.fresh, chunk.stop):
-            block = seq.blocks[p // size]
+        for at in range(chunk.fresh // size, -(-chunk.stop // size)):
+            block, first, stop = seq.blocks[at], max(chunk.fresh, at * size), min(chunk.stop, (at + 1) * size)
             own = self.scheduler.blocks.holders(block) <= most
             self._require(own, f"{self._name(seq)} wrote to block {block}, which others hold too")
-            self.blocks[block, p % size] = history[p]
+            self.blocks[block, first - at * size : stop - at * size] = history[first:stop]
         for stop, slot in ((chunk.stop, seq.slot), *chunk.saves):
             rows = range(max(chunk.start, stop - self.ring), stop)
-            self.rings.setdefault(slot, {}).update({p % self.ring: history[p] for p in rows})
+            self.rings.setdefault(slot, {}).update({p % self.ring: int(history[p]) for p in rows})
 
-    def _history(self, seq: Sequence, stop: int) -> list[int]:
-        prints = self.histories.setdefault(seq, [])
-        for token in seq.tokens[len(prints) : stop]:
-            prints.append(((prints[-1] if prints else 1) * 1000003 + token + 7) % PRIME)
-        return prints
+    def _history(self, seq: Sequence, stop: int) -> np.ndarray:
+        """Fingerprints of a sequence's beginnings: of one token, of two, ... up to `stop`."""
+        known = self.histories.get(seq, np.zeros(0, dtype=np.uint64))
+        last, new = int(known[-1]) if len(known) else 1, []
+        for token in seq.tokens[len(known) : stop]:
+            last = (last * 1000003 + token + 7) % PRIME
+            new.append(last)
+        self.histories[seq] = np.concatenate((known, np.array(new, dtype=np.uint64)))
+        return self.histories[seq]
 
     def _name(self, seq: Sequence) -> str:
         return f"request {seq.request.request_id} (slot {seq.slot})"

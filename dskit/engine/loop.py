@@ -194,7 +194,7 @@ class Engine:
         defaults: Mapping[str, Any] | None = None,
     ):
         self.runner, self.cfg, self.vocab_size = runner, cfg, vocab_size
-        self.scheduler = Scheduler(cfg, blocks, slots, frozenset(eos_ids))
+        self.scheduler = Scheduler(cfg, blocks, slots, eos_ids)
         self._decode, self._defaults = decode, dict(defaults or {})
         self._pieces: dict[int, str] = {}  # texts of tokens, see TextStream
         self._handles: dict[str, Handle] = {}

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Container
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from dskit.engine.config import EngineConfig
@@ -47,8 +47,8 @@ USAGE_LIMIT = 0.9  # share of the blocks in use above which no new prompt is sta
 class Scheduler:
     """Queues and plans; `blocks` and `slots` are the pools of the running sequences."""
 
-    def __init__(self, cfg: EngineConfig, blocks: Blocks, slots: Slots, eos_ids: Container[int] = ()):
-        self.cfg, self.blocks, self.slots, self.eos_ids = cfg, blocks, slots, eos_ids
+    def __init__(self, cfg: EngineConfig, blocks: Blocks, slots: Slots, eos_ids: Iterable[int] = ()):
+        self.cfg, self.blocks, self.slots, self.eos_ids = cfg, blocks, slots, frozenset(eos_ids)
         self.tree = PrefixTree(blocks, Slots(cfg.num_snapshots or 0, first=slots.total + 1))
         self.copies = Copies()  # to be made before the next step
         self.waiting: deque[Sequence] = deque()
@@ -78,6 +78,9 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence into the queue, behind those of its priority (a preempted one: before them)."""
+        p = seq.params
+        seq.limit = min(seq.prompt_len + p.max_tokens, self.cfg.max_model_len)
+        seq.ends = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.eos_ids)
         fixed = 1 if self.waiting and self.waiting[0].slot else 0  # half done: it stays where it is
         rank = seq.request.priority - (0.5 if seq.preemptions else 0)
         at = len(self.waiting)
@@ -164,7 +167,7 @@ class Scheduler:
                 continue
             self.waiting.remove(seq)
             self._run(seq)
-            seq.slot, seq.blocks = self.slots.alloc(), parent.blocks[:whole]
+            seq.slot, seq.blocks, seq.epoch = self.slots.alloc(), parent.blocks[:whole], parent.epoch
             self.blocks.share(seq.blocks)
             seq.blocks += self._take(1) if rest else []
             seq.cached_tokens = stop
@@ -215,9 +218,10 @@ class Scheduler:
         if not self._fits(need, path):
             return False
         self.tree.hold(path)
-        seq.slot, seq.path = self.slots.alloc(), path
+        seq.slot, seq.path, seq.epoch = self.slots.alloc(), path, self.tree.epoch
         seq.blocks = [node.block for node in path] + self._take(need)
         seq.num_computed = len(path) * self.cfg.block_size
+        seq.border = seq.num_computed + self.cfg.block_size
         if not seq.preemptions:
             seq.cached_tokens = seq.num_computed
         if path and self.cfg.exact_prefix:
@@ -255,7 +259,7 @@ class Scheduler:
 
     def _future_blocks(self, seq: Sequence) -> int:
         """Blocks that a running sequence will probably still ask for."""
-        left = 0 if seq.request.scoring else min(seq.params.max_tokens - seq.generated, LONGEST_GUESS)
+        left = 0 if seq.request.scoring else min(seq.limit - len(seq.tokens), LONGEST_GUESS)
         ratio = 1.0 if seq.params.ignore_eos else self.ratio
         return max(0, self._blocks_for(len(seq.tokens) + math.ceil(ratio * left)) - len(seq.blocks))
 
@@ -266,12 +270,12 @@ class Scheduler:
 
         None when a step is on its way and a block could only be had by a preemption.
         """
-        size, limit, rows, short = self.cfg.block_size, self.cfg.max_model_len, [], []
+        size, rows, short = self.cfg.block_size, [], []
         for seq in self.running:
             length = len(seq.tokens) + seq.inflight
-            if seq.inflight and (length >= limit or length - seq.prompt_len >= seq.params.max_tokens):
+            if seq.inflight and length >= seq.limit:
                 continue  # its last token is on its way
-            rows.append(Chunk(seq, length - 1, length, "last", length - 1, unknown=seq.inflight > 0))
+            rows.append(Chunk(seq, length - 1, length, "last", length - 1, (), seq.inflight > 0))
             if len(seq.blocks) * size < length:
                 short.append(seq)
         for seq in sorted(short, key=_output_length):
@@ -303,7 +307,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Book the results of a step: counters, new tokens, stop conditions; returns the events."""
-        events, size, now = [], self.cfg.block_size, time.perf_counter()
+        events, now = [], time.perf_counter()
         finished = Status.FINISHED  # looking it up takes longer than the comparison
         outputs = result.outputs if result.error is None else [None] * len(plan.chunks)
         for chunk, output in zip(plan.chunks, outputs, strict=True):
@@ -313,7 +317,7 @@ class Scheduler:
                 events += self._discard(chunk, error)
                 continue
             seq.num_computed = chunk.stop
-            if chunk.stop // size != len(seq.path):
+            if chunk.stop >= seq.border:
                 self._publish(chunk)
             if chunk.want == "last":
                 events.append(self._append(seq, output, now))
@@ -327,13 +331,16 @@ class Scheduler:
     def _discard(self, chunk: Chunk, error: str | None) -> list[TokenEvent]:
         """End a sequence whose step went wrong, or let go of one that ended after the plan was made."""
         seq = chunk.seq
-        for _, slot in chunk.saves:
-            self.tree.snapshots.free(slot)
+        self._give_up_saves(chunk)
         if seq.status is not Status.FINISHED:
             return [self.finish(seq, "error", error)]
         if not seq.inflight:
             self._release(seq)
         return []
+
+    def _give_up_saves(self, chunk: Chunk) -> None:
+        for _, slot in chunk.saves:
+            self.tree.snapshots.free(slot)
 
     def _copy_origin(self, chunk: Chunk) -> None:
         """Give a fork its own state and last block before it computes its first row."""
@@ -345,9 +352,11 @@ class Scheduler:
     def _publish(self, chunk: Chunk) -> None:
         """Let others use the blocks that this chunk filled, and keep the snapshots at their borders."""
         seq, size = chunk.seq, self.cfg.block_size
-        if not self.cfg.enable_prefix_caching:
+        if not self.cfg.enable_prefix_caching or seq.epoch != self.tree.epoch:
+            self._give_up_saves(chunk)
             return
         self.tree.publish(seq)
+        seq.border = (len(seq.path) + 1) * size
         for mark, slot in chunk.saves:
             self.tree.keep(seq.path[mark // size - 1], slot)
         if not self.cfg.exact_prefix:
@@ -369,17 +378,21 @@ class Scheduler:
 
     def _append(self, seq: Sequence, one: Sampled, now: float) -> TokenEvent:
         """Add a sampled token, see whether it ends the sequence, and make its event."""
-        seq.append(one, now)
-        p, token = seq.params, one.token_id
-        if token in p.stop_token_ids or (token in self.eos_ids and not p.ignore_eos):
+        token = one.token_id
+        seq.tokens.append(token)
+        seq.last_token = now
+        if not seq.first_token:
+            seq.first_token = now
+        if one.logprob is not None:
+            seq.sampled.append(one)
+        if token in seq.ends:
             return self.finish(seq, "stop", sampled=one)
         text, stopped = seq.text.push(token)
         if stopped:
             return self.finish(seq, "stop", sampled=one, text=text)
-        length = len(seq.tokens)
-        if length - seq.prompt_len >= p.max_tokens or length >= self.cfg.max_model_len:
+        if len(seq.tokens) >= seq.limit:
             return self.finish(seq, "length", sampled=one, text=text)
-        return TokenEvent(seq.request.request_id, token, text, one.logprob, one.top)
+        return TokenEvent(seq.request_id, token, text, one.logprob, one.top)
 
     # ---- ends --------------------------------------------------------------------------------------------
 
@@ -400,7 +413,7 @@ class Scheduler:
             self._release(seq)
         one = sampled or Sampled(None)
         text += "" if error else seq.text.finish()
-        return TokenEvent(seq.request.request_id, one.token_id, text, one.logprob, one.top, reason, error)
+        return TokenEvent(seq.request_id, one.token_id, text, one.logprob, one.top, reason, error)
 
     def _release(self, seq: Sequence) -> None:
         """Give blocks and slot back; whole blocks stay in the tree until they are needed."""

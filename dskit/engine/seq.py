@@ -185,7 +185,7 @@ class Status(Enum):
 _seq_ids = itertools.count(1)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """A request being served: its tokens, how many of them are in the caches, and what it holds there.
 
@@ -202,6 +202,8 @@ class Sequence:
     slot: int = 0
     keys: list[bytes] = field(default_factory=list)
     path: list = field(default_factory=list)  # tree.Node
+    epoch: int = 0  # the tree's, when the first row was planned
+    border: int = 0  # number of computed tokens at which the next whole block goes into the tree
     replay: int = 0  # rows before num_computed whose windows the next chunk has to rebuild
     marks: list[int] = field(default_factory=list)  # positions of the prompt to take a snapshot at
     trail: Any = None  # the node with the newest snapshot of the answer
@@ -217,9 +219,15 @@ class Sequence:
     arrived: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    limit: int = 0  # most tokens, prompt included
+    ends: frozenset[int] = frozenset()  # ids that end it
+    seq_id: int = field(default_factory=_seq_ids.__next__)
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
+    prompt_len: int = field(init=False)
 
     def __post_init__(self):
-        self.seq_id = next(_seq_ids)
+        self.request_id = self.request.request_id
         self.tokens = list(self.request.prompt_ids)
         self.prompt_len = len(self.tokens)
         self.params = self.request.params
@@ -230,14 +238,6 @@ class Sequence:
     def generated(self) -> int:
         """Number of tokens produced so far."""
         return len(self.tokens) - self.prompt_len
-
-    def append(self, one: Sampled, now: float) -> None:
-        """Add a sampled token and note when."""
-        self.tokens.append(one.token_id)
-        self.last_token = now
-        self.first_token = self.first_token or now
-        if self.params.logprobs is not None:
-            self.sampled.append(one)
 
     def usage(self) -> Usage:
         """Counts and times so far."""

@@ -24,6 +24,8 @@ class TextStream:
     `pieces`: texts of tokens that are whole characters, shared by many streams and filled by them.
     """
 
+    __slots__ = ("_decode", "_given", "_held", "_ids", "_pieces", "_stop", "_taken")
+
     def __init__(
         self,
         decode: Callable[[list[int]], str],

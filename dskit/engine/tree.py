@@ -57,6 +57,7 @@ class PrefixTree:
         self.idle: OrderedDict[bytes, Node] = OrderedDict()  # longest unused first
         self.saved: OrderedDict[bytes, Node] = OrderedDict()  # nodes with a snapshot, longest unused first
         self.evictions = 0
+        self.epoch = 0  # how often everything was forgotten
 
     def find(self, seq: Sequence, limit: int) -> list[Node]:
         """The longest known prefix of a sequence, `limit` tokens at most, as a path of nodes."""
@@ -123,6 +124,7 @@ class PrefixTree:
         for node in list(self.saved.values()):
             self.forget(node)
         self.nodes = {}  # what is still held goes when it is let go
+        self.epoch += 1
 
     # ---- snapshots ---------------------------------------------------------------------------------------
 

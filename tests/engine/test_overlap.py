@@ -31,7 +31,7 @@ def test_an_end_that_nobody_knew_costs_one_row():
     handles = [e.submit([5, 6], free), e.submit([7, 8], free)]
     e.step()
     seq = e.scheduler.running[0]
-    object.__setattr__(seq, "params", bias.resolve({}, 40))
+    seq.params, seq.ends = bias.resolve({}, 40), {EOS}
     while not handles[0].finished:
         e.step()
     assert seq.slot and seq.inflight == 1 and len(seq.tokens) == 2 + 2

@@ -1,0 +1,233 @@
+"""`dskit bench engine`: what a step costs beside the model: scheduler, pools, tree, and the GPU's idle time.
+
+Idea: the scheduler is timed without a model: requests come and go so that `--running` of them decode at any
+time, results are made up, and `plan` and `commit` of every decode step are clocked, text and all. On a GPU
+the model decodes for real, with and without overlap, and the trace says for how long nothing ran there.
+
+Units: microseconds per step; operations per second; `idle_fraction` of the time from the first kernel to the
+last one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from dskit import traces
+from dskit.bench.environment import header, write
+from dskit.bench.latency import say
+from dskit.chat import Tokenizer
+from dskit.checkpoint import locate
+from dskit.config import preset
+from dskit.engine.config import EngineConfig
+from dskit.engine.llm import LLM
+from dskit.engine.pools import Blocks, Slots
+from dskit.engine.scheduler import Scheduler
+from dskit.engine.seq import Request, Sampled, SamplingParams, Sequence, StepResult
+from dskit.engine.text import TextStream
+
+INTERVAL = "Scheduler.plan and Scheduler.commit of a decode step, detokenisation included; no model runs"
+REQUESTS = (1, 32, 128)  # that decode while the GPU's idle time is looked at
+NO_GPU = "no NVIDIA GPU here"
+
+
+def main(args: Any, command: str) -> int:
+    """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
+    report = measure(args)
+    if args.result_dir:
+        say(f"written to {write(report, args.result_dir, 'engine', command)}")
+    if args.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    return 0
+
+
+def measure(args: Any) -> dict[str, Any]:
+    """The whole report for parsed flags (`dskit.flags.EngineArgs`)."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings, defaults = ({"running": a.running, "model": a.model} for a in (args, type(args)()))
+    report = {"env": header(device, settings, defaults, INTERVAL)}
+    say(f"scheduler, {args.running} running requests")
+    report["scheduler"] = scheduler_us(args.running, args.steps, args.seed)
+    report["blocks_ops_s"], report["tree_ops_s"] = blocks_ops_s(), tree_ops_s()
+    reason = NO_GPU if not torch.cuda.is_available() else "left out by --device cpu"
+    report["idle"] = rows = idle_rows(args) if device != "cpu" else []
+    report["idle_reason"] = None if rows else reason
+    report["idle_fraction"] = max((r["idle_fraction"] for r in rows if r["overlap"]), default=None)
+    return report
+
+
+# ---- the scheduler, without a model ----------------------------------------------------------------------
+
+
+class Traffic:
+    """A scheduler with `running` requests that decode; whoever ends is followed by another."""
+
+    def __init__(self, running: int, seed: int):
+        config = preset("demo")
+        blocks = (running + 1) * 4096 // config.sliding_window // 2 + 16
+        most = dict(max_num_seqs=running, max_num_batched_tokens=1 << 20, max_model_len=4096)
+        self.cfg = EngineConfig.of(config, num_blocks=blocks, **most)
+        self.scheduler = Scheduler(self.cfg, Blocks(blocks, self.cfg.block_size), Slots(running), {1})
+        self.decode, self.pieces = Tokenizer(locate("demo")).decode, {}
+        self.random, self.ids, self.count = random.Random(seed), range(300, 4000), 0
+        for _ in range(running):
+            self.arrive()
+
+    def arrive(self) -> None:
+        """One request more, of 100 to 1,000 tokens, with an answer of 100 to 1,500."""
+        self.count += 1
+        prompt = self.random.choices(self.ids, k=self.random.randint(100, 1000))
+        params = SamplingParams(ignore_eos=True, max_tokens=self.random.randint(100, 1500)).resolve({}, 4096)
+        text = TextStream(self.decode, (), self.pieces)
+        self.scheduler.add(Sequence(Request(f"r{self.count}", prompt, params), text))
+
+    def step(self) -> tuple[str, float, float]:
+        """(kind, microseconds of plan, of commit) of one step whose results are made up."""
+        begin = time.perf_counter()
+        plan = self.scheduler.plan()
+        planned = time.perf_counter()
+        tokens = self.random.choices(self.ids, k=len(plan.chunks))
+        result = StepResult([Sampled(token) for token in tokens])
+        ready = time.perf_counter()
+        events = self.scheduler.commit(plan, result)
+        done = time.perf_counter()
+        for _ in range(sum(event.finish_reason is not None for event in events)):
+            self.arrive()
+        return plan.kind, 1e6 * (planned - begin), 1e6 * (done - ready)
+
+
+def scheduler_us(running: int, steps: int, seed: int) -> dict[str, Any]:
+    """Cost of a decode step at so many running requests: medians, and the 99th percentile."""
+    traffic = Traffic(running, seed)
+    found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
+    while len(found["decode"]) < steps + 20:
+        kind, plan, commit = traffic.step()
+        found[kind].append((plan, commit))
+    rows = found["decode"][20:]  # the first ones fill caches
+    both = [plan + commit for plan, commit in rows]
+    return {
+        "running": running,
+        "steps": len(both),
+        "median_us": median(both),
+        "p99_us": quantiles(both, n=100)[98],
+        "plan_median_us": median(plan for plan, _ in rows),
+        "commit_median_us": median(commit for _, commit in rows),
+        "prefill_median_us": median(plan + commit for plan, commit in found["prefill"]),
+    }
+
+
+def rate(work: Callable[[], int], seconds: float = 0.3) -> float:
+    """Operations per second of a call that returns how many it did."""
+    count, begin = 0, time.perf_counter()
+    while time.perf_counter() < begin + seconds:
+        count += work()
+    return count / (time.perf_counter() - begin)
+
+
+def blocks_ops_s() -> float:
+    """Blocks handed out and given back per second, eight at a time."""
+    pool = Blocks(4096, 128)
+
+    def work() -> int:
+        pool.free(pool.alloc(8))
+        return 16
+
+    return rate(work)
+
+
+def tree_ops_s() -> float:
+    """Blocks found, held and released per second, in prompts of 64 known blocks."""
+    traffic = Traffic(1, 0)
+    scheduler, size = traffic.scheduler, traffic.cfg.block_size
+    seq = Sequence(Request("r", list(range(64 * size)), SamplingParams()), None)
+    seq.blocks, seq.num_computed = scheduler.blocks.alloc(64), 64 * size
+    scheduler.tree.publish(seq)
+
+    def work() -> int:
+        path = scheduler.tree.find(seq, 64 * size)
+        scheduler.tree.hold(path)
+        scheduler.tree.release([node.block for node in path])
+        return 3 * 64
+
+    return rate(work)
+
+
+# ---- the GPU between two steps ---------------------------------------------------------------------------
+
+
+def idle_rows(args: Any) -> list[dict[str, Any]]:
+    """Idle share of decoding at several numbers of requests, with and without overlap."""
+    rows, settings = [], dict(max_num_seqs=max(REQUESTS), max_model_len=2048)
+    with LLM(args.model, args.device, args.numerics, args.seed, **settings) as llm:
+        for requests in REQUESTS:
+            for overlap in (False, True):
+                say(f"{llm.name}: {requests} requests, {'with' if overlap else 'without'} overlap")
+                llm.engine.cfg = replace(llm.engine.cfg, overlap=overlap)
+                rows.append({"requests": requests, "overlap": overlap} | idle_of(llm, requests, args.seed))
+    return rows
+
+
+def idle_of(llm: LLM, requests: int, seed: int, steps: int = 30) -> dict[str, Any]:
+    """`idle_fraction` and `step_ms` of so many decode steps, after some that warm up."""
+    rng, ids = random.Random(seed), range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
+    params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+    handles = [llm.submit(rng.choices(ids, k=256), params, start=False) for _ in range(requests)]
+    while llm.stats()["running"] < requests or llm.engine.trace()[-1].kind != "decode":
+        llm.step()
+    for _ in range(10):
+        llm.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            llm.step()
+        torch.cuda.synchronize()
+        step_ms = 1e3 * (time.perf_counter() - begin) / steps
+    for handle in handles:
+        llm.abort(handle.request_id)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trace.json"
+        prof.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return {"idle_fraction": idle_fraction(events), "step_ms": step_ms}
+
+
+def idle_fraction(events: list[dict[str, Any]]) -> float:
+    """Share of the time from the first event on the GPU to the end of the last in which none ran."""
+    device = [event for event in events if event.get("cat") in traces.ON_DEVICE]
+    span = max(e["ts"] + e["dur"] for e in device) - min(e["ts"] for e in device)
+    return 1 - 1e3 * traces.busy_ms(device) / span
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report as a table."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console, found = Console(), report["scheduler"]
+    table = Table("", "", box=SIMPLE, show_header=False)
+    table.add_row(f"scheduler, {found['running']} running, median", f"{found['median_us']:.0f} us a step")
+    table.add_row("its 99th percentile", f"{found['p99_us']:.0f} us")
+    table.add_row("blocks", f"{report['blocks_ops_s'] / 1e6:.2f} M operations/s")
+    table.add_row("prefix tree", f"{report['tree_ops_s'] / 1e6:.2f} M operations/s")
+    for row in report["idle"]:
+        how = "with" if row["overlap"] else "without"
+        name = f"{row['requests']} requests {how} overlap"
+        table.add_row(name, f"GPU idle {row['idle_fraction']:.1%} of {row['step_ms']:.2f} ms a step")
+    console.print(table)
+    if report["idle_reason"]:
+        console.print(f"GPU idle time: not measured, {report['idle_reason']}")
+    env = report["env"]
+    console.print(f"{env['device']}, torch {env['torch']}, {env['threads']} threads, commit {env['commit']}")

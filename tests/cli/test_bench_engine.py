@@ -1,0 +1,42 @@
+"""`dskit bench engine`: the document that other tools read, with few requests; how idle time is counted."""
+
+import json
+
+import pytest
+import torch
+
+from dskit import cli
+from dskit.bench import engine
+
+
+def test_the_document_has_the_keys_that_others_read(capsys):
+    assert cli.main(["bench", "engine", "--json", "--running", "8", "--steps", "30", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    scheduler = found["scheduler"]
+    assert scheduler["running"] == 8 and scheduler["steps"] == 30
+    assert 0 < scheduler["plan_median_us"] < scheduler["median_us"] <= scheduler["p99_us"]
+    assert found["blocks_ops_s"] > 1000 and found["tree_ops_s"] > 1000
+    assert found["idle_fraction"] is None and found["idle"] == []
+    here = "left out by --device cpu" if torch.cuda.is_available() else "no NVIDIA GPU here"
+    assert found["idle_reason"] == here and "no model runs" in found["env"]["interval"]
+
+
+def test_the_table_says_what_was_not_measured(capsys):
+    assert cli.main(["bench", "engine", "--running", "2", "--steps", "10", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "scheduler, 2 running, median" in printed and "GPU idle time: not measured" in printed
+
+
+def test_so_many_requests_run_at_any_time():
+    traffic = engine.Traffic(5, 0)
+    kinds = [traffic.step()[0] for _ in range(1200)]
+    assert len(traffic.scheduler.running) + len(traffic.scheduler.waiting) == 5
+    assert traffic.count > 5 and kinds.count("decode") > 1000
+
+
+def test_idle_time_lies_between_what_runs_on_the_gpu():
+    def event(start, length, kind="kernel"):
+        return {"cat": kind, "ts": start, "dur": length}
+
+    events = [event(0, 100), event(50, 100), event(250, 50, "gpu_memcpy"), event(10, 5000, "cpu_op")]
+    assert engine.idle_fraction(events) == pytest.approx(100 / 300)
