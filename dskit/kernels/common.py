@@ -420,10 +420,19 @@ def scaled(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _e4m3_of_scaled(x):
+    """e4m3 of what a scale keeps within 448: by casts where there are some, in far fewer instructions."""
+    if _casts_fp8():
+        return x.to(tl.float8e4nv).to(tl.float32)
+    else:
+        return e4m3(x)
+
+
+@triton.jit
 def restored(x, KIND: tl.constexpr):
     """A float32 tile [groups, size], quantised group by group and restored."""
     value, scale = scaled(x, KIND)
-    return (e4m3(value) if KIND == "fp8" else e2m1(value)) * scale
+    return (_e4m3_of_scaled(value) if KIND == "fp8" else e2m1(value)) * scale
 
 
 @triton.jit
