@@ -210,6 +210,7 @@ ALIASES = {  # SGLang's spelling, or a second one of vLLM's: ours
     "--attention-backend": "--kernels",
 }
 MODEL_FLAGS = ("--model", "--model-path")  # here the model is a positional argument
+ALREADY = ("--enable-prefix-caching",)  # what they ask for is done anyway
 ABSENT = {  # flags of vLLM and SGLang that dskit does not have, and why
     "--tensor-parallel-size": "attention is data parallel here, and this version runs on one device",
     "--pipeline-parallel-size": "this version runs on one device",
@@ -221,7 +222,7 @@ ABSENT = {  # flags of vLLM and SGLang that dskit does not have, and why
     "--dtype": "weights keep the checkpoint's formats; --numerics exact computes in float32",
     "--kv-cache-dtype": "caches have the release's formats; --numerics exact keeps them in float32",
     "--quantization": "the checkpoint's own quantisation is used",
-    "--enable-prefix-caching": "this version recomputes every prompt",
+    "--disable-radix-cache": "here it is called --no-enable-prefix-caching",
     "--speculative-config": "this version does not draft",
     "--enable-lora": "adapters are not loaded",
     "--chat-template": "prompts are rendered by deepseek-recipe, which needs no template",
@@ -257,6 +258,8 @@ def translate(command: str, argv: list[str]) -> list[str]:
         name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
         if name in ABSENT:
             raise CliError(f"dskit has no {name}", ABSENT[name], f"dskit {command} --help")
+        if name in ALREADY:
+            continue
         if name in MODEL_FLAGS:
             model = [value if equals else next(words, "")]
         else:

@@ -54,6 +54,10 @@ class ServeArgs(ModelArgs):
     """Most requests computed in one step."""
     max_num_batched_tokens: Count = None
     """Most tokens computed in one step; longer prompts are split."""
+    enable_prefix_caching: bool = True
+    """Compute a beginning that prompts share only once."""
+    exact_prefix: bool = True
+    """Go on behind it from a copy of the state; --no-exact-prefix rebuilds windows, an approximation."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it; slower."""
     ui: bool = True

@@ -152,10 +152,9 @@ class LLM:
             raise RequestError(
                 f"{len(batch)} prompts, but {len(each)} params; give one, or one for each", param="params"
             )
-        handles: list[Handle] = []
+        ids = [self.encode(prompt) for prompt in batch]
+        handles = self.engine.submit_all(zip(ids, each, strict=True))
         try:
-            for prompt, one in zip(batch, each, strict=True):
-                handles.append(self.submit(prompt, one, start=False))
             results = [handle.result() for handle in handles]
         finally:  # after an error or Ctrl-C nothing of this call goes on
             self._abort_all(handles)
@@ -175,12 +174,20 @@ class LLM:
     ) -> Handle:
         """Queue one prompt and return at once; the engine's thread serves it unless `start` is False.
 
-        `options`: request_id, priority, timeout, cache_salt (see Engine.submit).
+        `options`: request_id, and those of Engine.submit_all: priority, timeout, cache_salt.
         """
         handle = self.engine.submit(self.encode(prompt), params, **options)
         if start:
             self.engine.start()
         return handle
+
+    def submit_all(
+        self, work: list[tuple[Seq[int], SamplingParams]], names: list[str], **options: Any
+    ) -> list[Handle]:
+        """Queue the choices of one request, all of them or none; one prompt is computed once for all."""
+        handles = self.engine.submit_all(work, names, **options)
+        self.engine.start()
+        return handles
 
     # ---- conversations -----------------------------------------------------------------------------------
 

@@ -223,33 +223,51 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Check a request and put it into the inbox; `options` as for `submit_all`.
+
+        Raises RequestError; its status is 429 when too much is waiting already.
+        """
+        return self.submit_all([(prompt_ids, params)], [request_id], **options)[0]
+
+    def submit_all(
+        self,
+        work: Iterable[tuple[Iterable[int], SamplingParams | None]],
+        names: Iterable[str | None] | None = None,
+        *,
         scoring: bool = False,
         cache_salt: str = "",
         priority: int = 0,
         timeout: float | None = None,
-    ) -> Handle:
-        """Check a request and put it into the inbox; `scoring` asks for the logits of all its rows.
+    ) -> list[Handle]:
+        """Check prompts with their parameters and put them all into the inbox, or none.
 
-        Raises RequestError; its status is 429 when too much is waiting already.
+        Equal prompts that come together are computed once. `scoring` asks for the logits of all rows, the
+        others are those of seq.Request.
         """
-        ids = self._check_prompt(prompt_ids, scoring)
-        params = self._check_params(params or SamplingParams(), len(ids), scoring)
-        _check_options(priority, timeout)
-        name = request_id or f"req-{secrets.token_hex(8)}"
-        request = Request(name, ids, params, scoring, cache_salt, priority, timeout)
-        seq = Sequence(request, TextStream(self._decode, params.stop, self._pieces))
-        handle = Handle(self, seq)
+        _check_options(priority, timeout, cache_salt)
+        work = list(work)
+        handles = []
+        for (prompt_ids, params), name in zip(work, names or [None] * len(work), strict=True):
+            ids = self._check_prompt(prompt_ids, scoring)
+            params = self._check_params(params or SamplingParams(), len(ids), scoring)
+            name = name or f"req-{secrets.token_hex(8)}"
+            request = Request(name, ids, params, scoring, cache_salt, priority, timeout)
+            text = TextStream(self._decode, params.stop, self._pieces)
+            handles.append(Handle(self, Sequence(request, text)))
         with self._news:
             if self.closed:
                 raise RuntimeError("the engine is closed; make a new LLM")
-            self._check_queue(len(ids))
-            if request.request_id in self._handles:
-                raise RequestError(f"a request {request.request_id!r} is being served", param="request_id")
-            self._handles[request.request_id] = handle
-            self._inbox_tokens += len(ids)
-            self._inbox.append(seq)
+            self._check_queue([handle._seq.prompt_len for handle in handles])
+            new = {handle.request_id: handle for handle in handles}
+            if taken := next((n for n in new if n in self._handles), None):
+                raise RequestError(f"a request {taken!r} is being served", param="request_id")
+            self._handles |= new
+            self._inbox_tokens += sum(handle._seq.prompt_len for handle in handles)
+            self._inbox.extend(handle._seq for handle in handles)
             self._news.notify_all()
-        return handle
+        return handles
 
     def cancel(self, request_id: str) -> bool:
         """Ask for the end of a request; False if there is none of that name (any more)."""
@@ -531,16 +549,18 @@ class Engine:
                     del self._handles[event.request_id]
             handle._push(event)
 
-    def _check_queue(self, tokens: int) -> None:
+    def _check_queue(self, lengths: list[int]) -> None:
         """Backpressure: refuse what would have to wait behind too much. Raises RequestError, status 429."""
         requests = len(self.scheduler.waiting) + len(self._inbox)
-        before = self.scheduler.waiting_tokens + self._inbox_tokens
-        for what, have, name in (("requests", requests + 1, "max_queued_requests"),
-                                 ("prompt tokens", before + tokens, "max_queued_tokens")):
+        tokens = self.scheduler.waiting_tokens + self._inbox_tokens
+        for what, have, add, name in (
+            ("requests", requests, len(lengths), "max_queued_requests"),
+            ("prompt tokens", tokens, sum(lengths), "max_queued_tokens"),
+        ):
             most = getattr(self.cfg, name)
-            if most is not None and have > most and requests:
+            if most is not None and have + add > most and (have or what == "requests"):
                 raise RequestError(
-                    f"{have} {what} would wait, and {name} allows {most}; try again later",
+                    f"{have + add} {what} would wait, and {name} allows {most}; try again later",
                     code="queue_full",
                     status=429,
                 )
@@ -620,8 +640,10 @@ def _failed(error: str) -> StepResult:
     return StepResult([], error)
 
 
-def _check_options(priority: int, timeout: float | None) -> None:
+def _check_options(priority: int, timeout: float | None, cache_salt: str) -> None:
     """Raises RequestError."""
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt is {cache_salt!r}; it must be a string", param="cache_salt")
     if not isinstance(priority, int):
         raise RequestError(f"priority is {priority!r}; it must be an integer", param="priority")
     if timeout is not None and not timeout > 0:

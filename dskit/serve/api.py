@@ -46,6 +46,7 @@ from dskit.serve.protocol import ApiError, Body
 from dskit.serve.reply import ChatChoice, EngineFailure, Reply, TextChoice
 
 logger = logging.getLogger("dskit.serve")
+ENGINE_FIELDS = ("priority", "cache_salt")  # of a body, for the scheduler; vLLM's names
 STUCK = 10.0  # seconds without a step, while there is work, after which /ready says no
 
 
@@ -94,7 +95,8 @@ class Api:
                 "the server is stopping", code="unavailable", status=503, headers={"Retry-After": "5"}
             )
         request_id = f"{kind}-{secrets.token_hex(12)}"
-        reply = await off_loop(body, Reply, self.llm, request_id, work, asyncio.get_running_loop())
+        options = {name: body[name] for name in ENGINE_FIELDS if body.get(name) is not None}
+        reply = await off_loop(body, Reply, self.llm, request_id, work, asyncio.get_running_loop(), options)
         self.live[request_id] = reply
         return reply
 

@@ -41,7 +41,10 @@ class EngineFailure(RuntimeError):
 
 
 class Reply:
-    """The choices of one request, submitted together: `work` holds (token ids, parameters) for each."""
+    """The choices of one request, submitted together: `work` holds (token ids, parameters) for each.
+
+    `options` are those of Engine.submit_all.
+    """
 
     def __init__(
         self,
@@ -49,18 +52,14 @@ class Reply:
         request_id: str,
         work: list[tuple[list[int], SamplingParams]],
         loop: asyncio.AbstractEventLoop,
+        options: dict[str, Any] | None = None,
     ):
         self.request_id, self.created = request_id, int(time.time())
         self.started = self._read = time.monotonic()
         self._queue: asyncio.Queue[tuple[int, TokenEvent]] = asyncio.Queue()
         self._open = len(work)
-        self.handles = []
-        try:
-            for index, (ids, params) in enumerate(work):
-                self.handles.append(llm.submit(ids, params, request_id=f"{request_id}-{index}"))
-        except Exception:  # one was refused: none goes on
-            self.cancel()
-            raise
+        names = [f"{request_id}-{index}" for index in range(len(work))]
+        self.handles = llm.submit_all(work, names, **options or {})
         for index, handle in enumerate(self.handles):
             handle.subscribe(partial(loop.call_soon_threadsafe, self._put, index))
 

@@ -133,7 +133,8 @@ def main(args: Any) -> int:
         say(f"warning: {host} is reachable from other machines and there is no --api-key")
     say(f"loading {args.model} ...")
     begin = time.perf_counter()
-    sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    names += ("enable_prefix_caching", "exact_prefix")
     with (
         listening,
         LLM(
@@ -143,7 +144,7 @@ def main(args: Any) -> int:
             seed=args.seed,
             batch_invariant=args.batch_invariant,
             queue_timeout=QUEUE_TIMEOUT_S,
-            **{n: getattr(args, n) for n in sizes},
+            **{name: getattr(args, name) for name in names},
         ) as llm,
     ):
         loaded = time.perf_counter() - begin
@@ -156,6 +157,8 @@ def main(args: Any) -> int:
             f"{cfg.max_model_len} tokens of context, {cfg.max_num_seqs} requests at once, "
             f"{cfg.max_num_batched_tokens} prompt tokens a step"
             + (", batch invariant" if args.batch_invariant else "")
+            + ("" if args.enable_prefix_caching else ", no prefix cache")
+            + ("" if args.exact_prefix else ", windows behind a cached prefix approximate")
         )
         if args.ui:
             print(f"Chat page  {address(host, port)}/ui")

@@ -75,6 +75,11 @@ def test_flags_of_other_engines_are_answered_with_the_reason(flag, capsys):
     assert_error(code, err, 2, f"dskit has no {flag}", cli.ABSENT[flag])
 
 
+def test_a_flag_that_asks_for_what_is_done_anyway_is_taken():
+    argv = ["demo", "--enable-prefix-caching", "--port", "1"]
+    assert cli.translate("serve", argv) == ["demo", "--port", "1"]
+
+
 def test_no_flag_is_both_there_and_absent():
     ours = {"--" + field.name.replace("_", "-") for field in fields(flags.ServeArgs)}
     assert not ours & set(cli.ABSENT)

@@ -63,6 +63,19 @@ def test_a_prompt_longer_than_the_queue_is_taken_when_nobody_waits():
     assert e.submit([5] * 30, SamplingParams(max_tokens=2, ignore_eos=True)).result().error is None
 
 
+def test_requests_that_come_together_are_taken_or_refused_together():
+    e = full(max_queued_requests=3)
+    work = [([5, 6], LONG)] * 2
+    handles = e.submit_all(work, ["a", "b"])
+    assert [h.request_id for h in handles] == ["a", "b"]
+    for names, words in ((["c", "d"], "4 requests would wait"), (["b"], "'b' is being served")):
+        with pytest.raises(RequestError, match=words):
+            e.submit_all(work[: len(names)], names)
+    with pytest.raises(RequestError, match="token id 99"):
+        e.submit_all([([5], LONG), ([99], LONG)])
+    assert e.stats()["waiting"] == 2
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The engine's clock: `clock.now += 5`."""
@@ -115,7 +128,12 @@ def test_a_request_has_a_time_of_its_own(clock, overlap):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"priority": 1.5}, "priority is 1.5"), ({"timeout": 0}, "timeout is 0"), ({"timeout": -1}, "timeout")],
+    [
+        ({"priority": 1.5}, "priority is 1.5"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": -1}, "timeout"),
+        ({"cache_salt": 7}, "cache_salt is 7"),
+    ],
 )
 def test_wrong_options(options, words):
     e = engine()

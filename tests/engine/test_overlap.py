@@ -72,6 +72,16 @@ def test_choices_of_one_prompt_are_forks(overlap):
     assert len({tuple(r.token_ids) for r in got}) == 5
 
 
+def test_choices_that_come_together_are_forks_also_of_a_running_thread():
+    """The engine's thread may wake up between two calls of submit, not between two of one call."""
+    e = engine(max_num_seqs=6, max_num_batched_tokens=64, num_blocks=60)
+    e.start()
+    work = [(IDS[:21], SamplingParams(seed=i, ignore_eos=True, max_tokens=3)) for i in range(5)]
+    handles = e.submit_all(work)
+    assert [h.result().usage.cached_tokens for h in handles] == [0, 21, 21, 21, 21]
+    e.close()
+
+
 def test_forks_beyond_the_room_start_behind_the_cached_prompt():
     e = engine(max_num_seqs=2, max_num_batched_tokens=64)
     params = [SamplingParams(seed=i, ignore_eos=True, max_tokens=5) for i in range(4)]
