@@ -6,7 +6,7 @@ Tiling
     those up to the weights (Sinkhorn included) and norms x, which lies in L2 by then.
 
                     channels ->  program (0, 0)     program (0, 1)
-        rows 0-63    y  [tile][tile][tile] ... | [tile][tile][tile] ...      new X_k = q_k y + sum_j C_jk X_j
+        rows 0..     y  [tile][tile][tile] ... | [tile][tile][tile] ...      new X_k = q_k y + sum_j C_jk X_j
                      X0 [tile][tile][tile] ... | ...                         x = sum_k p_k X_k
                      ..                                                      part[row, program] =
                      X3 [tile][tile][tile] ... | ...                         (X fn^T, sum of squares)
@@ -17,7 +17,7 @@ Tiling
 
     The product runs on tensor cores at every row count.  X holds bfloat16 values, fn is float32: as the sum
     of two bfloat16 it keeps 17 bits, which costs less accuracy than a float32 sum of 20,480 terms does.  Only
-    streams in float32 are multiplied by FMAs.
+    streams in float32 are multiplied without them.
 
 Shapes
     X_TND bfloat16 or float32, any strides but the last; y_TD, x_TD; p_TN, q_TN, C_TNN float32; fn [C, N*D]
@@ -74,10 +74,10 @@ FAR = 32 << 20  # bytes of streams that pass through L2 without staying there, s
 
 @triton.jit
 def _times(w, x, acc, BF16: tl.constexpr):
-    """acc + w @ x of float32 w [1, C, K] and x [K, M]; with BF16, x of bfloat16 values, w in two pieces [2C, K].
+    """acc + w @ x of float32 w [1, C, K] and x [K, M]; with BF16 x holds bfloat16 values, w is in two pieces.
 
-    x is the operand that a tensor core reads from shared memory: were it the other, the compiler would compute
-    it once more in the layout of that one's registers.
+    x is the operand that a tensor core reads from shared memory: were it the other, the compiler would
+    compute it once more in the layout of that one's registers.
     """
     if BF16:
         rest = w - to_bf16(w).to(tl.float32)
@@ -256,8 +256,8 @@ def _finish_fwd_kernel(part_ptr, base_ptr, scale_ptr, p_ptr, q_ptr, C_ptr, x_ptr
     """The first `mixing` programs turn partial products into weights, the others norm rows of x in place."""
     program = tl.program_id(0).to(tl.int64)
     if program < mixing:
-        _finish_weights(part_ptr, base_ptr, scale_ptr, p_ptr, q_ptr, C_ptr, program, rows, slices, eps, hc_eps,
-                        iters, D, N, COLS, SLICES, SIDE, ROWS)
+        _finish_weights(part_ptr, base_ptr, scale_ptr, p_ptr, q_ptr, C_ptr, program, rows, slices, eps,
+                        hc_eps, iters, D, N, COLS, SLICES, SIDE, ROWS)
     elif x_ptr is not None:
         _norm_(x_ptr, gain_ptr, program - mixing, rows, eps, D, WIDTH, NORMS)
 
@@ -370,7 +370,7 @@ def _sinkhorn_bwd_kernel(B_ptr, dC_ptr, dB_ptr, rows, eps, iters, N: tl.constexp
 
 @triton.jit
 def _leave(du, m, scale, norm, da_ptr, du_ptr, row, at, here, size, COLS: tl.constexpr):
-    """Store da = du scale / rms [COLS, T], du and du m of some logits; returns sum(da m) of each row, [R, 1]."""
+    """Store da = du scale / rms [COLS, T], du and du m of some logits; returns sum(da m) of rows, [R, 1]."""
     da = du * scale * norm
     tl.store(da_ptr + at * (size // COLS) + row, da, mask=here)
     tl.store(du_ptr + row * COLS + at, du, mask=here)
@@ -441,7 +441,8 @@ def _mixes_bwd_kernel(X_ptr, stride_t, stride_n, da_ptr, fn_ptr, dX_ptr, dfn_ptr
         live = row < rows
         here = live[:, None] & (col < D)[None, :]
         X = ld(X_ptr + row[:, None] * stride_t + n * stride_n + col[None, :], here)
-        da = ld(da_ptr + c[None, :, None] * size + row[None, None, :], live[None, None, :] & logit[None, :, None])
+        da = ld(da_ptr + c[None, :, None] * size + row[None, None, :],
+                live[None, None, :] & logit[None, :, None])
         factor = ld(da_ptr + (2 + N) * N * size + row, live)
         dX = _product(tl.trans(da.reshape(COLS, BLOCK_M)), fn, factor[:, None] * X, BF16)
         tl.store(dX_ptr + (row[:, None] * N + n) * D + col[None, :], narrow(dX, dX_ptr.dtype.element_ty),
@@ -484,10 +485,10 @@ def _tile_for(X: Tensor, product: bool, steady: bool) -> tuple[Tile, int]:
     return tile, cdiv(cdiv(D, tile.channels), slices)
 
 
-def _pass(y: Tensor | None, X: Tensor, p: Tensor | None, q: Tensor | None, C: Tensor | None, fn: Tensor | None,
-          dtype: torch.dtype, *, held: torch.dtype | None = None, steady: bool = False
+def _pass(y: Tensor | None, X: Tensor, p: Tensor | None, q: Tensor | None, C: Tensor | None,
+          fn: Tensor | None, dtype: torch.dtype, *, held: torch.dtype | None = None, steady: bool = False
           ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One pass over the streams: (X' in `held`, x, partial products [T, slices, COLS]), None for parts left out."""
+    """One pass over the streams: (X' in `held`, x or None, partial products [T, slices, COLS] or None)."""
     T, N, D = X.shape
     require(y is None or y.shape == (T, D), "y_TD", f"must be {[T, D]} for streams {[T, N, D]}")
     require(p is None or p.shape == (T, N), "p_TN", f"must be {[T, N]} for streams {[T, N, D]}")
@@ -516,9 +517,10 @@ def _finish_tile(slices: int, N: int) -> dict[str, int]:
             "ROWS": max(1, min(16, 128 // pow2(slices)))}
 
 
-def _finish(part: Tensor, base: Tensor, scale: Tensor, shape: torch.Size, eps: float, hc_eps: float, iters: int,
-            x: Tensor | None = None, gain: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights (p, q, C) of streams of `shape` from partial products; norms x in place where it is given."""
+def _finish(part: Tensor, base: Tensor, scale: Tensor, shape: torch.Size, eps: float, hc_eps: float,
+            iters: int, x: Tensor | None = None, gain: Tensor | None = None
+            ) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights (p, q, C) of streams of `shape` from partial products; norms a given x in place."""
     (T, N, D), slices = shape, part.shape[1]
     require(base.shape == ((2 + N) * N,), "base", f"must be {[(2 + N) * N]}")
     require(scale.shape == (3,), "scale", "must be [3]")
@@ -529,8 +531,9 @@ def _finish(part: Tensor, base: Tensor, scale: Tensor, shape: torch.Size, eps: f
     mixing = cdiv(T, tile["ROWS"])
     if T:
         _finish_fwd_kernel[(mixing + (0 if x is None else cdiv(T, norms)),)](
-            part, base.contiguous(), scale.contiguous(), p, q, C, x, None if gain is None else gain.contiguous(),
-            T, slices, mixing, eps, hc_eps, iters, D, N, WIDTH=width, NORMS=norms,
+            part, base.contiguous(), scale.contiguous(), p, q, C, x,
+            None if gain is None else gain.contiguous(), T, slices, mixing, eps, hc_eps, iters, D, N,
+            WIDTH=width, NORMS=norms,
             num_warps=4 if x is None else min(16, max(4, width // 1024)), **tile)
     return p, q, C
 
@@ -556,8 +559,8 @@ class _Write(torch.autograd.Function):
         dq, dC = dout.new_empty(T, N, dtype=torch.float32), dout.new_empty(T, N, N, dtype=torch.float32)
         if T:
             _write_bwd_kernel[(cdiv(T, tile["BLOCK_M"]),)](
-                dout.contiguous(), y, y.stride(0), X, X.stride(0), X.stride(1), q.contiguous(), C.contiguous(),
-                dy, dX, dq, dC, T, D, N, **tile)
+                dout.contiguous(), y, y.stride(0), X, X.stride(0), X.stride(1), q.contiguous(),
+                C.contiguous(), dy, dX, dq, dC, T, D, N, **tile)
         return dy, dX, dq.to(q.dtype), dC.to(C.dtype), None
 
 
@@ -600,8 +603,8 @@ class _Mixes(torch.autograd.Function):
         dX, dfn = X.new_empty(T, N, D), part.new_empty(segments, C, N * D)
         if T:
             _mixes_bwd_rows_kernel[(cdiv(T, tile["ROWS"]),)](
-                part, base.contiguous(), scale.contiguous(), dp.contiguous(), dq.contiguous(), dC.contiguous(),
-                da, du, T, part.shape[1], *ctx.numbers, D, N, num_warps=4, **tile)
+                part, base.contiguous(), scale.contiguous(), dp.contiguous(), dq.contiguous(),
+                dC.contiguous(), da, du, T, part.shape[1], *ctx.numbers, D, N, num_warps=4, **tile)
             _mixes_bwd_kernel[(across, segments)](
                 X, X.stride(0), X.stride(1), da, fn.contiguous(), dX, dfn, T, steps, D, N, tile["COLS"],
                 X.dtype == torch.bfloat16, rows, channels, num_warps=4)
@@ -627,7 +630,7 @@ class _Sinkhorn(torch.autograd.Function):
 def _sinkhorn_rows(kernel, B: Tensor, eps: float, iters: int, *more: Tensor) -> Tensor:
     """Run a kernel over matrices [T, N, N]; the result has the shape and dtype of B."""
     T, N, columns = B.shape
-    require(N == columns, "B_TNN", f"must hold square matrices, not {[N, columns]}")
+    require(columns == N, "B_TNN", f"must hold square matrices, not {[N, columns]}")
     result, side = torch.empty_like(B, memory_format=torch.contiguous_format), pow2(N)
     rows = max(1, 512 // (side * side))
     if T:

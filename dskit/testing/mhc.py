@@ -21,6 +21,7 @@ EDGES = (*(PLAIN | {"rows": rows, "streams": streams, "width": width} for rows, 
          PLAIN | {"held": 1}, PLAIN | {"wide": 1}, PLAIN | {"same": 1})
 BOUNDARY = (*EDGES, PLAIN | {"behind": 0, "same": 1}, PLAIN | {"shifted": 0},
             PLAIN | {"behind": 0, "shifted": 0})
+SINKHORN = (*EDGES[:6], PLAIN | {"iters": 9}, PLAIN | {"iters": 1})
 FROZEN = tuple({"rows": rows, "streams": 4, "width": 5120, "iters": 20, "behind": 1, "shifted": 1}
                for rows in (1, 32, 128, 512, 4096))
 
@@ -89,6 +90,10 @@ def _boundary(shape: Shape, maker: Maker) -> tuple:
             shape["iters"], _dtype(shape))
 
 
+def _bytes_of_mixes(s: Shape) -> int:
+    return 4 * s["rows"] * s["streams"] ** 2
+
+
 def _bytes(per_row: int, per_stream: int, parameters: bool = False):
     """Bytes of a pass: channels of a row counted by `per_row` beside and `per_stream` in the streams."""
 
@@ -109,8 +114,8 @@ def _flop(writes: bool, product: bool, reads: bool):
 
 
 CASES = [
-    Cases("mhc.sinkhorn", _sinkhorn, "M", (*EDGES[:6], PLAIN | {"iters": 20}, PLAIN | {"iters": 1}), FROZEN, nbytes=lambda s: 8 * s["rows"] * s["streams"] ** 2,
-          flop=lambda s: 4 * s["iters"] * s["rows"] * s["streams"] ** 2, grads=(0,)),
+    Cases("mhc.sinkhorn", _sinkhorn, "M", SINKHORN, FROZEN, flop=lambda s: s["iters"] * _bytes_of_mixes(s),
+          nbytes=lambda s: 2 * _bytes_of_mixes(s), grads=(0,)),
     Cases("mhc.mixes", _mixes, "MMM", EDGES, FROZEN, nbytes=_bytes(0, 2, True), peak="bf16",
           flop=_flop(False, True, False), grads=(0, 1, 2, 3)),
     Cases("mhc.read", _read, "E", EDGES, FROZEN, nbytes=_bytes(2, 2), flop=_flop(False, False, True),
