@@ -5,6 +5,16 @@ Idea
     rounds e4m3 wrongly at carries.  So every kernel widens to float32 as it loads (`ld`), multiplies through
     `dot`, and rounds with the functions below, whose interpreter branch is exact integer arithmetic.
 
+Tuning
+    A kernel file has a table by rows, CONFIGS = {most rows: {"BLOCK_M": 64, "num_warps": 4, ...}, ...}, its
+    default, and CANDIDATES = {name: (config, ...)}, the 4 to 12 configurations worth timing, each with the
+    same words as the default and right at any size; one that asks for too much is left out when timed.
+    The wrapper takes `config = tuned(name, (rows, *widths), up_to(CONFIGS, rows))` and launches with it.
+    `name` is the op's, or "<op>/<part>" where an op launches several kernels that are tuned apart; `widths`
+    is whatever else the choice depends on.  `dskit bench tune` times the candidates at the frozen shapes and
+    writes the winners to tuned.json.  Where a caller wants the same bits in any batch (`row_tile`, `steady`)
+    the default of one fixed row count is taken, without `tuned`.
+
 Shapes
     Elementwise on any block; `dot` [M, K] x [K, N] -> [M, N] float32.
 
@@ -21,7 +31,14 @@ Source
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
+import math
 import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,7 +51,12 @@ except ImportError as error:
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 INTERP = tl.constexpr(INTERPRET)
+TUNED = Path(__file__).parent / "tuned.json"  # GPU -> the run, and the fastest configurations by kernel
 _absent: dict[str, int] = {}  # capability and multiprocessors of a GPU that is only compiled for
+_trials: list[tuple[dict, dict]] = []  # configurations that are tried out, and what has been asked for
+
+Config = TypeVar("Config")
+Key = tuple[int | str, ...]
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -108,6 +130,58 @@ def cdiv(a: int, b: int) -> int:
 def pow2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return triton.next_power_of_2(max(1, n))
+
+
+# ---- on the host: configurations ---------------------------------------------------------------------------
+
+def up_to(table: Mapping[int, Config], rows: int) -> Config:
+    """The entry of a table by rows whose limit is the first to hold so many."""
+    return next(entry for most, entry in table.items() if rows <= most)
+
+
+def tuned(name: str, key: Key, default: Config) -> Config:
+    """The configuration of a kernel at (rows, *widths): the one measured on this kind of GPU for these widths
+    at the nearest rows, else the default.
+    """
+    if _trials:
+        use, asked = _trials[-1]
+        asked[name] = key, default
+        return use.get(name, default)
+    if INTERPRET or _absent:
+        return default
+    return _measured(name, key) or default
+
+
+@contextlib.contextmanager
+def trial(use: Mapping[str, Any]) -> Iterator[dict[str, tuple[Key, Any]]]:
+    """While it lasts, kernels take these configurations by name, others their defaults; gives what was asked
+    for, name -> (key, default).
+    """
+    asked: dict[str, tuple[Key, Any]] = {}
+    _trials.append((dict(use), asked))
+    try:
+        yield asked
+    finally:
+        _trials.pop()
+
+
+@functools.lru_cache(1 << 12)
+def _measured(name: str, key: Key) -> Any:
+    rows, *widths = key
+    by_rows = _tables().get((name, *widths))
+    return by_rows and by_rows[min(by_rows, key=lambda size: abs(math.log(size / max(rows, 1))))]
+
+
+@functools.cache
+def _tables() -> dict[tuple, dict[int, Any]]:
+    """(name, *widths) -> rows -> configuration, as measured on GPUs of this name."""
+    tables: dict[tuple, dict[int, Any]] = {}
+    measured = json.loads(TUNED.read_text()).get(torch.cuda.get_device_name(), {"kernels": {}})
+    for name, entries in measured["kernels"].items():
+        for entry in entries:
+            rows, *widths = entry["key"]
+            tables.setdefault((name, *widths), {})[rows] = entry["config"]
+    return tables
 
 
 # ---- in kernels: loading, rounding -------------------------------------------------------------------------
