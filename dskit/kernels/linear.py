@@ -36,11 +36,15 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.kernels import common
-from dskit.kernels.common import cdiv, layout, ld, narrow, refuse, require, rows_of, too_wide
+from dskit.kernels.common import cdiv, layout, ld, narrow, refuse, require, rows_of, too_wide, tuned, up_to
 
-# elements of a call up to which a lane takes this many; not yet measured.  Interpreted, programs cost most.
-CONFIGS = ((1 << 19, 8), (1 << 22, 16), (1 << 62, 32)) if not common.INTERPRET else ((1 << 62, 32),)
-WARPS = 4
+# elements of a call -> elements of a lane, warps of a program.  Interpreted, programs cost most.
+CONFIGS = {1 << 19: {"lane": 8, "num_warps": 4}, 1 << 22: {"lane": 16, "num_warps": 4},
+           1 << 62: {"lane": 32, "num_warps": 4}}
+if common.INTERPRET:
+    CONFIGS = {1 << 62: {"lane": 32, "num_warps": 4}}
+LANES = tuple({"lane": lane, "num_warps": warps} for warps in (2, 4, 8) for lane in (8, 16, 32))
+CANDIDATES = {"linear.quantize": LANES, "linear.encode": LANES, "linear.decode": LANES}
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
@@ -103,14 +107,14 @@ def _linear_decode_kernel(codes_ptr, scales_ptr, y_ptr, rows, WIDTH: tl.constexp
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _launch(kernel, rows: int, width: int, kind: str, size: int, *tensors) -> None:
-    """Run a kernel over the groups of [rows, width]."""
+def _launch(name: str, kernel, rows: int, width: int, kind: str, size: int, *tensors) -> None:
+    """Run an op's kernel over the groups of [rows, width]."""
     groups = rows * cdiv(width, size)
-    lane = next(lane for limit, lane in CONFIGS if groups * size <= limit)
-    tile = max(1, 32 * WARPS * lane // size)
+    config = tuned(name, (groups, kind, size), up_to(CONFIGS, groups * size))
+    tile = max(1, 32 * config["num_warps"] * config["lane"] // size)
     if groups:
         kernel[(cdiv(groups, tile),)](*tensors, rows, width, GROUPS=tile, SIZE=size, KIND=kind,
-                                      num_warps=WARPS)
+                                      num_warps=config["num_warps"])
 
 
 def _lines(v: Tensor, size: int) -> Tensor:
@@ -122,7 +126,7 @@ def _lines(v: Tensor, size: int) -> Tensor:
 def _quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
     kind, size = layout(fmt)
     lines, y = _lines(v, size), torch.empty(v.shape, dtype=dtype, device=v.device)
-    _launch(_linear_quantize_kernel, *lines.shape, kind, size, lines, lines.stride(0), y)
+    _launch("linear.quantize", _linear_quantize_kernel, *lines.shape, kind, size, lines, lines.stride(0), y)
     return y
 
 
@@ -157,7 +161,8 @@ def encode(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     codes = v.new_empty(*v.shape[:-1], width if kind == "fp8" else width // 2, dtype=torch.uint8)
     scales = v.new_empty(*v.shape[:-1], cdiv(width, size), dtype=torch.uint8)
     lines = _lines(v, size)
-    _launch(_linear_encode_kernel, *lines.shape, kind, size, lines, lines.stride(0), codes, scales)
+    _launch("linear.encode", _linear_encode_kernel, *lines.shape, kind, size, lines, lines.stride(0), codes,
+            scales)
     return codes, scales
 
 
@@ -173,5 +178,5 @@ def decode(codes: Tensor, scales: Tensor, fmt: str, dtype: torch.dtype) -> Tenso
     require(scales.shape == want, "scales", f"must be {list(want)} for {width} channels of {fmt}")
     y = torch.empty(*codes.shape[:-1], width, dtype=dtype, device=codes.device)
     codes, scales = (t.view(torch.uint8).contiguous() for t in (codes, scales))
-    _launch(_linear_decode_kernel, *_lines(y, size).shape, kind, size, codes, scales, y)
+    _launch("linear.decode", _linear_decode_kernel, *_lines(y, size).shape, kind, size, codes, scales, y)
     return y

@@ -11,7 +11,7 @@ Idea
     combine   one program per token and piece of its row: J reads in flight, added in slot order, written once
     swiglu    tiles of whole quantisation groups, [groups, 32], so that clamp, SiLU, routing weight, both
               roundings and the scale are one pass over gate and linear
-    How tiles are cut by rows stands in the tables below; they are not yet measured.
+    How tiles are cut by rows stands in the tables below.
 
 Shapes
     As in layers/moe.py; the channels of a row side by side, rows at any stride.
@@ -51,21 +51,36 @@ from dskit.kernels.common import (
     require,
     restored,
     rows_of,
+    tuned,
+    up_to,
 )
 
-# rows up to -> tokens, experts, further experts of a tile; channels of a step; parts of K; warps; stages
-ROUTER = {16: (16, 64, 0, 128, 20, 4, 3), 64: (32, 64, 0, 128, 20, 4, 3), 256: (64, 64, 0, 128, 10, 4, 4),
-          1024: (64, 128, 0, 64, 5, 4, 4), 1 << 62: (128, 256, 128, 64, 4, 8, 3)}
-ROUTER_WIDE = (16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
+
+def _router(tokens: int, experts: int, more: int, channels: int, parts: int, warps: int, stages: int
+            ) -> dict[str, int]:
+    """Tokens, experts, further experts of a tile; channels of a step; parts of K."""
+    return {"tokens": tokens, "experts": experts, "more": more, "channels": channels, "parts": parts,
+            "num_warps": warps, "num_stages": stages}
+
+
+ROUTER = {16: _router(16, 64, 0, 128, 20, 4, 3), 64: _router(32, 64, 0, 128, 20, 4, 3),
+          256: _router(64, 64, 0, 128, 10, 4, 4), 1024: _router(64, 128, 0, 64, 5, 4, 4),
+          1 << 62: _router(128, 256, 128, 64, 4, 8, 3)}
+ROUTER_WIDE = _router(16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
 CHUNK = 256  # slots of a program of plan
 AT_ONCE = 2048  # slots that each program counts by itself
-PIECE = 1024  # channels of a row that one program moves, eight per thread
-CHANNELS = 2048  # channels that one program of swiglu computes, in groups
+MOVE = {"piece": 1024, "num_warps": 4}  # channels of a row that one program moves
+ACTIVATE = {"channels": 2048, "num_warps": 4}  # channels that one program of swiglu computes, in groups
+PIECES = tuple({"piece": piece, "num_warps": warps} for piece, warps in
+               ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (8192, 8)))
+GROUPS = tuple({"channels": channels, "num_warps": warps} for channels, warps in
+               ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8)))
+CANDIDATES = {
+    "moe.gate": (*ROUTER.values(), _router(16, 128, 0, 128, 20, 4, 3), _router(16, 64, 0, 256, 20, 4, 3),
+                 _router(64, 128, 0, 128, 10, 4, 3), _router(128, 128, 0, 64, 10, 4, 3),
+                 _router(128, 128, 0, 64, 4, 8, 4), _router(128, 256, 128, 64, 2, 8, 3)),
+    "moe.permute": PIECES, "moe.combine": PIECES, "moe.swiglu": GROUPS, "moe.swiglu_quantize": GROUPS}
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def _up_to(table: dict[int, tuple], rows: int) -> tuple:
-    return next(entry for most, entry in table.items() if rows <= most)
 
 
 # ---- router: logits ----------------------------------------------------------------------------------------
@@ -126,10 +141,12 @@ def _logit_parts(x_TD: Tensor, weight_ED: Tensor, steady: bool) -> Tensor:
     """Float32 [parts of K, T, E], whose sum over the first axis are the logits."""
     (T, D), E = x_TD.shape, weight_ED.shape[0]
     x, weight = rows_of(x_TD), rows_of(weight_ED)
-    config = _up_to(ROUTER, 128 if steady else T)
+    config = up_to(ROUTER, 128 if steady else T)
     if x.dtype == torch.float32 or weight.dtype == torch.float32:
         config = ROUTER_WIDE
-    tokens, experts, more, channels, parts, warps, stages = config
+    elif not steady:
+        config = tuned("moe.gate", (T, D, E), config)
+    tokens, experts, more, channels, parts, warps, stages = config.values()
     more = more if experts < E else 0
     experts = max(16, min(experts, pow2(E)))
     channels = max(16, min(channels, pow2(D)))
@@ -426,10 +443,11 @@ def _combine_kernel(y_ptr, place_ptr, shared_ptr, out_ptr, D, stride_y, stride_s
     tl.store(out_ptr + t * D + d, narrow(total, out_ptr.dtype.element_ty), mask=d < D)
 
 
-def _pieces(T: int, D: int) -> tuple[tuple[int, int], int, int]:
+def _pieces(name: str, T: int, D: int, J: int) -> tuple[tuple[int, int], int, int]:
     """(grid over tokens and pieces, channels of a piece, warps)."""
-    piece = min(PIECE, pow2(D))
-    return (T, cdiv(D, piece)), piece, max(1, piece // 256)
+    config = tuned(name, (T, D, J), MOVE)
+    piece = min(config["piece"], pow2(D))
+    return (T, cdiv(D, piece)), piece, min(config["num_warps"], max(1, piece // 256))
 
 
 def _spread(x_TD: Tensor, weight_TJ: Tensor | None, place_TJ: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -437,7 +455,7 @@ def _spread(x_TD: Tensor, weight_TJ: Tensor | None, place_TJ: Tensor) -> tuple[T
     x, rows = rows_of(x_TD), x_TD.new_empty(T * J, D)
     weight = None if weight_TJ is None else weight_TJ.contiguous()
     row_weight = None if weight is None else weight.new_empty(T * J)
-    grid, piece, warps = _pieces(T, D)
+    grid, piece, warps = _pieces("moe.permute", T, D, J)
     if rows.numel():
         _permute_kernel[grid](x, weight, place_TJ, rows, row_weight, D, x.stride(0), J, piece,
                               num_warps=warps)
@@ -449,7 +467,7 @@ def _collect(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dt
     T, J = (1, R) if place_TJ is None else place_TJ.shape
     y, shared = rows_of(y_RD), None if shared_TD is None else rows_of(shared_TD)
     out = torch.empty(T, D, dtype=dtype, device=y.device)
-    grid, piece, warps = _pieces(T, D)
+    grid, piece, warps = _pieces("moe.combine", T, D, J)
     if out.numel():
         _combine_kernel[grid](y, place_TJ, shared, out, D, y.stride(0),
                               0 if shared is None else shared.stride(0), J, piece, num_warps=warps)
@@ -575,11 +593,13 @@ class _SwiGLU(torch.autograd.Function):
         ctx.limit = limit
         kind, group = layout(fmt) if fmt else (None, 32)
         out = torch.empty(R, I, dtype=compute, device=gate.device)
-        block = max(1, CHANNELS // group)
+        name = "moe.swiglu_quantize" if fmt else "moe.swiglu"
+        config = tuned(name, (R, I), ACTIVATE)
+        block = max(1, config["channels"] // group)
         if out.numel():
             _swiglu_fwd_kernel[(cdiv(R * cdiv(I, group), block),)](
                 gate, linear, weight, out, R, gate.stride(0), linear.stride(0), limit, I, limit > 0,
-                ELEMENT[dtype], kind, group, block, num_warps=4)
+                ELEMENT[dtype], kind, group, block, num_warps=config["num_warps"])
         return out
 
     @staticmethod
