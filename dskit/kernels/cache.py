@@ -60,11 +60,16 @@ from dskit.kernels.common import (
     scale_fp4e,
     scale_fp8,
     scale_value,
+    tuned,
+    up_to,
 )
 
-# rows of a call up to which a program, one warp, has this many pairs; not yet measured.  A warp is enough to
-# norm a row by shuffles, and where a lane knows that none of its pairs turn, the compiler leaves that out.
-CONFIGS = ((4096, 256), (1 << 62, 512))
+# rows of a call -> pairs and warps of a program.  A warp is enough to norm a row by shuffles, and where a
+# lane knows that none of its pairs turn, the compiler leaves that out.
+CONFIGS = {4096: {"pairs": 256, "num_warps": 1}, 1 << 62: {"pairs": 512, "num_warps": 1}}
+PAIRS = tuple({"pairs": pairs, "num_warps": warps} for pairs, warps in
+              ((128, 1), (256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)))
+CANDIDATES = {"cache.ready": PAIRS, "cache.write_": PAIRS, "cache.read": PAIRS}
 HELD = torch.uint8, torch.bfloat16, torch.float32
 
 
@@ -236,15 +241,16 @@ def _cache_read_fwd_kernel(half_ptr, byte_ptr, row_ptr, out_ptr, count, WIDTH: t
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _constants(packing: Any, rows: int) -> dict[str, Any]:
-    """Compile-time sizes of a packing, in pairs of channels, and the tile for so many rows."""
+def _constants(name: str, packing: Any, rows: int) -> dict[str, Any]:
+    """Compile-time sizes of a packing, in pairs of channels, and an op's tile for so many rows."""
     kind, group = common.layout(packing.fmt)
     codes, tail, scales, _ = packing.parts
     wide = max(group, pow2(packing.width)) // 2
-    held = max(1, next(pairs for limit, pairs in CONFIGS if rows <= limit) // wide)
+    config = tuned(name, (rows, packing.width, packing.fmt), up_to(CONFIGS, rows))
+    held = max(1, config["pairs"] // wide)
     return {"WIDTH": packing.width // 2, "KIND": kind, "GROUP": group // 2, "CODED": packing.coded // 2,
             "SCALES": scales, "SCALES_AT": codes + tail, "NBYTES": packing.nbytes, "WIDE": wide, "ROWS": held,
-            "num_warps": 1}
+            "num_warps": config["num_warps"]}
 
 
 def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -269,7 +275,8 @@ def _write(v: Tensor, gain: Tensor | None, eps: float, turn: Tensor | None, slot
     if not rows:
         return normed
     packed, words = cache.dtype == torch.uint8, {2: torch.int32, 4: torch.int64}
-    sizes, v_words = _constants(packing, rows), _words(v, torch.int32)
+    sizes = _constants("cache.ready" if slots is None else "cache.write_", packing, rows)
+    v_words = _words(v, torch.int32)
     gain_words = None if gain is None else _words(gain.float(), torch.int64)
     turn_words = None if turn is None else torch.view_as_real(turn.contiguous()).view(torch.int64)
     _cache_write_fwd_kernel[(cdiv(rows, sizes["ROWS"]),)](
@@ -331,7 +338,7 @@ def read(cache: Tensor, rows: Tensor, packing: Any, dtype: torch.dtype) -> Tenso
             f"must be contiguous [S, {packing.nbytes}]")
     out = torch.empty(*rows.shape, packing.width, dtype=dtype, device=cache.device)
     if rows.numel():
-        sizes = _constants(packing, rows.numel())
+        sizes = _constants("cache.read", packing, rows.numel())
         words = out.view(torch.int32 if dtype == torch.bfloat16 else torch.int64)
         _cache_read_fwd_kernel[(cdiv(rows.numel(), sizes["ROWS"]),)](
             cache.view(torch.int16), cache, rows.contiguous(), words, rows.numel(), **sizes)

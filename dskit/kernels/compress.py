@@ -31,9 +31,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dskit import ops
-from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, too_wide
+from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, too_wide, tuned
 
-BLOCK, TILE, WARPS = 512, 1024, 4  # channels and elements of a program, not yet measured
+CONFIG = {"block": 512, "tile": 1024, "num_warps": 4}  # channels and elements of a program
+CANDIDATES = {"compress.pool": tuple({"block": block, "tile": tile, "num_warps": warps} for block, tile, warps
+                                     in ((512, 1024, 4), (512, 512, 2), (512, 2048, 4), (256, 256, 1),
+                                         (256, 512, 2), (256, 1024, 4), (128, 256, 2), (128, 512, 4)))}
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
@@ -95,14 +98,14 @@ def _compress_pool_bwd_kernel(line_ptr, read_ptr, dy_ptr, dline_ptr, entries, ME
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _launch(kernel, line: Tensor, read: Tensor, width: int, *tensors: Tensor) -> None:
+def _launch(kernel, config: dict[str, int], line: Tensor, read: Tensor, width: int, *tensors: Tensor) -> None:
     entries, members = read.shape
-    block = min(BLOCK, pow2(width))
-    rows = max(1, TILE // block)
+    block = min(config["block"], pow2(width))
+    rows = max(1, config["tile"] // block)
     if entries:
         kernel[(cdiv(entries, rows), cdiv(width, block))](
             line, read, *tensors, entries, members, width, line.shape[2], ROWS=rows, BLOCK=block,
-            num_warps=WARPS)
+            num_warps=config["num_warps"])
 
 
 class _Pool(torch.autograd.Function):
@@ -111,14 +114,15 @@ class _Pool(torch.autograd.Function):
         ctx.save_for_backward(line, read)
         ctx.width = width
         y = torch.empty(read.shape[0], width, dtype=dtype, device=line.device)
-        _launch(_compress_pool_fwd_kernel, line, read, width, y)
+        config = tuned("compress.pool", (*read.shape, width), CONFIG)
+        _launch(_compress_pool_fwd_kernel, config, line, read, width, y)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         line, read = ctx.saved_tensors
         dline = torch.zeros_like(line)  # rows that are in no group get nothing
-        _launch(_compress_pool_bwd_kernel, line, read, ctx.width, dy.contiguous(), dline)
+        _launch(_compress_pool_bwd_kernel, CONFIG, line, read, ctx.width, dy.contiguous(), dline)
         return dline, None, None, None
 
 

@@ -49,17 +49,27 @@ from dskit.kernels.common import (
     rows_of,
     softmax_scale,
     too_wide,
+    tuned,
+    up_to,
 )
 
-# not yet measured; markov by rows: up to so many, tile sizes, warps, stages
-MARKOV = (
-    (16, {"BLOCK_M": 16, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}),
-    (32, {"BLOCK_M": 32, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}),
-    (64, {"BLOCK_M": 64, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}),
-    (1 << 30, {"BLOCK_M": 128, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}),
-)
+
+def _markov_tile(rows: int, vocab: int, rank: int, warps: int, stages: int) -> dict[str, int]:
+    return {"BLOCK_M": rows, "BLOCK_V": vocab, "BLOCK_K": rank, "num_warps": warps, "num_stages": stages}
+
+
+MARKOV = {16: _markov_tile(16, 128, 64, 4, 4), 32: _markov_tile(32, 128, 64, 4, 4),
+          64: _markov_tile(64, 128, 64, 4, 3), 1 << 62: _markov_tile(128, 128, 64, 8, 3)}
 CONFIDENCE = {"BLOCK": 2048, "num_warps": 4}
 ACCEPT = {"BLOCK": 4096, "num_warps": 4}
+CANDIDATES = {
+    "dspark.markov": (*MARKOV.values(), _markov_tile(16, 64, 128, 4, 3), _markov_tile(16, 128, 128, 4, 2),
+                      _markov_tile(16, 256, 64, 4, 3), _markov_tile(64, 256, 64, 8, 3),
+                      _markov_tile(128, 256, 64, 8, 3)),
+    "dspark.confidence": tuple({"BLOCK": block, "num_warps": warps} for block, warps in
+                               ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8), (8192, 16))),
+    "dspark.accept": tuple({"BLOCK": block, "num_warps": warps} for block, warps in
+                           ((1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)))}
 
 
 # ---- markov ------------------------------------------------------------------------------------------------
@@ -84,7 +94,7 @@ def _markov(base: Tensor, m: Tensor, head: Tensor) -> Tensor:
     rows, vocab, rank = *base.shape, m.shape[1]
     out = torch.empty(rows, vocab, device=base.device)
     if rows:
-        tile = next(tile for limit, tile in MARKOV if rows <= limit)
+        tile = tuned("dspark.markov", (rows, vocab, rank), up_to(MARKOV, rows))
         base, m = rows_of(base), rows_of(m)
         _markov_fwd_kernel[(cdiv(rows, tile["BLOCK_M"]), cdiv(vocab, tile["BLOCK_V"]))](
             base, m, head.contiguous(), out, rows, vocab, rank, base.stride(0), m.stride(0), **tile)
@@ -140,8 +150,9 @@ def _confidence(x: Tensor, m: Tensor, proj: Tensor) -> Tensor:
     out = torch.empty(x.shape[:-1], device=x.device)
     if out.numel():
         rows, more = rows_of(x), rows_of(m)
+        config = tuned("dspark.confidence", (len(rows), x.shape[-1], m.shape[-1]), CONFIDENCE)
         _confidence_fwd_kernel[(out.numel(),)](rows, more, proj.contiguous(), out, x.shape[-1], m.shape[-1],
-                                               rows.stride(0), more.stride(0), **CONFIDENCE)
+                                               rows.stride(0), more.stride(0), **config)
     return out
 
 
@@ -323,16 +334,17 @@ def accept(target_TV: Tensor, draft_BMV: Tensor, token_BM: Tensor, first_B: Tens
         return accepted, following
     target, draft = rows_of(target_TV), draft_BMV if draft_BMV.stride(2) == 1 else draft_BMV.contiguous()
     token, first, length, temperature, u = (x.contiguous() for x, *_ in wanted.values())
-    blocks = cdiv(vocab, ACCEPT["BLOCK"])
+    config = tuned("dspark.accept", (requests, drafts, vocab), ACCEPT)
+    blocks = cdiv(vocab, config["BLOCK"])
     peak, mass = torch.empty(2, requests, 2 * drafts + 1, blocks, device=target.device)
     best = torch.empty(peak.shape, dtype=torch.int32, device=target.device)
     rest = torch.empty(requests, blocks, device=target.device)
     strides = target.stride(0), draft.stride(0), draft.stride(1)
     _accept_stats_kernel[(requests, 2 * drafts + 1, blocks)](
         target, draft, first, length, temperature, peak, mass, best, *strides, vocab, blocks, DRAFTS=drafts,
-        **ACCEPT)
+        **config)
     sizes = {"DRAFTS": drafts, "LINES": pow2(drafts + 1), "BLOCKS": pow2(blocks)}
     known = target, draft, token, first, length, temperature, u, peak, mass, best, rest
-    _accept_rest_kernel[(requests, blocks)](*known, *strides, vocab, blocks, **sizes, **ACCEPT)
-    _accept_pick_kernel[(requests,)](*known, accepted, following, *strides, vocab, blocks, **sizes, **ACCEPT)
+    _accept_rest_kernel[(requests, blocks)](*known, *strides, vocab, blocks, **sizes, **config)
+    _accept_pick_kernel[(requests,)](*known, accepted, following, *strides, vocab, blocks, **sizes, **config)
     return accepted, following

@@ -46,18 +46,24 @@ from dskit.kernels.common import (
     processors,
     refuse,
     require,
+    tuned,
+    up_to,
 )
 
-# not yet measured; rows up to -> ...
-HASH = 16  # tokens of a program
-GATHER = {4096: (32, 1), 1 << 62: (256, 4)}  # groups of 32, warps
-PIECE = 1024  # channels that a program holds side by side, eight per thread
-RESIDENT = 3  # programs of the gate per multiprocessor, by their registers
+HASH = {"tokens": 16, "num_warps": 4}
+GATHER = {4096: {"groups": 32, "num_warps": 1}, 1 << 62: {"groups": 256, "num_warps": 4}}  # groups of 32
+# channels that a program holds side by side, and programs per multiprocessor, by their registers
+GATE = {"piece": 1024, "resident": 3, "num_warps": 4}
+PIECE = 1024  # channels of a program of the backward pass
+CANDIDATES = {
+    "engram.hash": tuple({"tokens": tokens, "num_warps": warps} for tokens, warps in
+                         ((4, 1), (16, 1), (16, 4), (32, 2), (64, 4), (128, 4))),
+    "engram.gather": tuple({"groups": groups, "num_warps": warps} for groups, warps in
+                           ((8, 1), (16, 1), (32, 1), (64, 1), (64, 2), (128, 4), (256, 4), (256, 8))),
+    "engram.gate": tuple({"piece": piece, "resident": resident, "num_warps": warps} for piece, resident, warps
+                         in ((1024, 2, 4), (1024, 3, 4), (1024, 4, 4), (1024, 8, 4), (1024, 4, 2),
+                             (2048, 2, 8), (2048, 3, 8), (512, 8, 2)))}
 SPAN = 32  # tokens that one program of the backward pass walks down
-
-
-def _up_to(table: dict[int, tuple], rows: int) -> tuple:
-    return next(entry for most, entry in table.items() if rows <= most)
 
 
 # ---- hash --------------------------------------------------------------------------------------------------
@@ -86,9 +92,11 @@ def hash_rows(gram_TQ: Tensor, multiplier_Q: Tensor, prime_SC: Tensor, offset_SC
             f"is {tuple(prime_SC.shape)}, offset_SC {tuple(offset_SC.shape)}; n-grams have up to {Q} ids")
     gram = gram_TQ if gram_TQ.stride(1) == 1 else gram_TQ.contiguous()
     rows = torch.empty(T, (Q - 1) * C, dtype=torch.int64, device=gram.device)
+    config = tuned("engram.hash", (T, Q, C), HASH)
     if T:
-        _hash_kernel[(cdiv(T, HASH),)](gram, multiplier_Q.contiguous(), prime_SC.contiguous(),
-                                       offset_SC.contiguous(), rows, T, gram.stride(0), Q, C, HASH, pow2(C))
+        _hash_kernel[(cdiv(T, config["tokens"]),)](
+            gram, multiplier_Q.contiguous(), prime_SC.contiguous(), offset_SC.contiguous(), rows, T,
+            gram.stride(0), Q, C, config["tokens"], pow2(C), num_warps=config["num_warps"])
     return rows
 
 
@@ -121,11 +129,12 @@ def gather(weight: Tensor, scale: Tensor | None, row_TC: Tensor, dtype: torch.dt
     require(scale.shape == (weight.shape[0], Y // 32), "scale", f"is {tuple(scale.shape)}, not "
             f"{(weight.shape[0], Y // 32)}")
     out = torch.empty(T, C * Y, dtype=dtype, device=weight.device)
-    block, warps = _up_to(GATHER, T * C)
+    config = tuned("engram.gather", (T * C, Y), up_to(GATHER, T * C))
+    block = config["groups"]
     if out.numel():
         _gather_kernel[(cdiv(T * C * Y // 32, block),)](
             weight.contiguous().view(torch.uint8), scale.contiguous().view(torch.uint8), row_TC.contiguous(),
-            out, T * C, Y // 32, block, num_warps=warps)
+            out, T * C, Y // 32, block, num_warps=config["num_warps"])
     return out
 
 
@@ -250,13 +259,14 @@ class _Gate(torch.autograd.Function):
         out = torch.empty(T, N, D, dtype=X.dtype, device=X.device)
         sums = torch.empty(3, T, N, device=X.device) if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(X, key, value, q_weight, k_weight, image, sums)
-        piece = min(PIECE, pow2(D))
-        span = cdiv(T * N, RESIDENT * processors(X))
+        config = tuned("engram.gate", (T, N, D), GATE)
+        piece = min(config["piece"], pow2(D))
+        span = cdiv(T * N, config["resident"] * processors(X))
         if out.numel():
             _gate_fwd_kernel[(N, cdiv(T, span))](
                 X, key, value, q_weight, k_weight, image, out, sums, T, span, X.stride(0), X.stride(1),
                 key.stride(0), key.stride(1), value.stride(0), eps, N, D, piece,
-                num_warps=max(1, piece // 256))
+                num_warps=min(config["num_warps"], max(1, piece // 256)))
         return out
 
     @staticmethod

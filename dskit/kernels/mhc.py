@@ -45,26 +45,49 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.kernels import common
-from dskit.kernels.common import cdiv, dot, ld, narrow, pow2, processors, refuse, require, to_bf16
+from dskit.kernels.common import (
+    cdiv,
+    dot,
+    ld,
+    narrow,
+    pow2,
+    processors,
+    refuse,
+    require,
+    to_bf16,
+    tuned,
+    up_to,
+)
 
 
 class Tile(NamedTuple):
-    """Rows and channels of a tile, the stages of its loop, and how many programs a multiprocessor holds."""
+    """Rows and channels of a tile, the stages of its loop, programs per multiprocessor, warps."""
 
     rows: int
     channels: int
     stages: int
     resident: int
+    warps: int = 4
 
 
 # largest number of rows -> tile; four warps, since with more of them each would multiply fn's pieces again.
-# Not yet measured: chosen by the compiler's report.  Interpreted, programs cost most.
-MIXING = ((16, Tile(16, 32, 2, 4)), (256, Tile(32, 32, 2, 3)), (1 << 62, Tile(64, 32, 2, 2)))
-BEFORE_HOPPER = ((1 << 62, Tile(16, 32, 2, 2)),)  # operands in registers: a larger tile spills
-MOVING = ((1 << 62, Tile(8, 256, 1, 1 << 20)),)  # without the product: one tile per program
+# Chosen by the compiler's report.  Interpreted, programs cost most.
+MIXING = {16: Tile(16, 32, 2, 4), 256: Tile(32, 32, 2, 3), 1 << 62: Tile(64, 32, 2, 2)}
+BEFORE_HOPPER = {1 << 62: Tile(16, 32, 2, 2)}  # operands in registers: a larger tile spills
+MOVING = {1 << 62: Tile(8, 256, 1, 1 << 20)}  # without the product: one tile per program
 STEADY = Tile(16, 32, 2, 0), 8  # and slices, where a row's bits must not depend on the rows beside it
 if common.INTERPRET:
-    MIXING, MOVING = ((1 << 62, Tile(16, 64, 1, 1)),), ((1 << 62, Tile(16, 128, 1, 1 << 20)),)
+    MIXING, MOVING = {1 << 62: Tile(16, 64, 1, 1)}, {1 << 62: Tile(16, 128, 1, 1 << 20)}
+PRODUCTS = tuple(Tile(*tile)._asdict() for tile in (
+    (16, 32, 2, 4), (16, 32, 3, 3), (16, 64, 2, 3), (32, 32, 2, 3), (32, 32, 3, 2), (32, 32, 2, 2),
+    (32, 64, 2, 2), (64, 32, 2, 2), (64, 32, 3, 2), (64, 32, 2, 1), (64, 64, 2, 1)))
+MOVES = tuple(Tile(rows, channels, 1, 1 << 20, warps)._asdict() for rows, channels, warps in (
+    (1, 1024, 4), (1, 512, 2), (2, 512, 4), (4, 256, 4), (4, 512, 4), (8, 128, 4), (8, 256, 4), (8, 256, 8)))
+SINKHORN = {"numbers": 512, "num_warps": 4}  # of the matrices that a program holds
+CANDIDATES = {
+    "mhc.mixes": PRODUCTS, "mhc.boundary": PRODUCTS, "mhc.read": MOVES, "mhc.write": MOVES,
+    "mhc.sinkhorn": tuple({"numbers": numbers, "num_warps": warps} for numbers, warps in
+                          ((128, 1), (256, 1), (256, 2), (512, 1), (512, 4), (1024, 4), (2048, 4)))}
 BACKWARD = 64, 64  # rows and channels of a tile of the product's backward pass; not yet measured
 WALKING = 2048 if common.INTERPRET else 512  # elements of a stream's tile in the other backward passes
 FAR = 32 << 20  # bytes of streams that pass through L2 without staying there, so that x does
@@ -474,14 +497,16 @@ def _columns(N: int) -> int:
     return max(16, pow2((2 + N) * N + 1))
 
 
-def _tile_for(X: Tensor, product: bool, steady: bool) -> tuple[Tile, int]:
-    """(tile, tiles per program) for streams [T, N, D], so that all programs run at once."""
+def _tile_for(name: str, X: Tensor, steady: bool) -> tuple[Tile, int]:
+    """(tile, tiles per program) of an op for streams [T, N, D], so that all programs run at once."""
     T, _, D = X.shape
-    table = MOVING if not product else MIXING if refuse(X, sm=90) is None else BEFORE_HOPPER
-    tile = next(tile for most, tile in table if most >= T)
-    slices = max(1, tile.resident * processors(X) // max(1, cdiv(T, tile.rows)))
+    product = name in ("mhc.mixes", "mhc.boundary")
     if steady and product:
         tile, slices = STEADY
+    else:
+        table = MOVING if not product else MIXING if refuse(X, sm=90) is None else BEFORE_HOPPER
+        tile = Tile(**tuned(name, tuple(X.shape), up_to(table, T)._asdict()))
+        slices = max(1, tile.resident * processors(X) // max(1, cdiv(T, tile.rows)))
     return tile, cdiv(cdiv(D, tile.channels), slices)
 
 
@@ -497,7 +522,9 @@ def _pass(y: Tensor | None, X: Tensor, p: Tensor | None, q: Tensor | None, C: Te
     require(fn is None or fn.shape == ((2 + N) * N, N * D), "fn", f"must be {[(2 + N) * N, N * D]}")
     X, y = _channels_together(X), None if y is None else _channels_together(y)
     p, q, C, fn = (None if one is None else one.contiguous() for one in (p, q, C, fn))
-    tile, tiles = _tile_for(X, fn is not None, steady)
+    parts = {"mhc.write": y, "mhc.read": p, "mhc.mixes": fn}
+    given = [name for name, part in parts.items() if part is not None]
+    tile, tiles = _tile_for(given[0] if len(given) == 1 else "mhc.boundary", X, steady)
     slices = cdiv(cdiv(D, tile.channels), tiles)
     out = X if y is None else X.new_empty(T, N, D, dtype=held or dtype)
     x = None if p is None else X.new_empty(T, D, dtype=dtype)
@@ -507,7 +534,7 @@ def _pass(y: Tensor | None, X: Tensor, p: Tensor | None, q: Tensor | None, C: Te
             y, 0 if y is None else y.stride(0), X, X.stride(0), X.stride(1), p, q, C, fn,
             None if y is None else out, x, part, T, tiles, D, N, _columns(N), dtype == torch.bfloat16,
             "evict_first" if X.numel() * X.itemsize > FAR else "", tile.rows, tile.channels, tile.stages,
-            num_warps=4)
+            num_warps=tile.warps)
     return out, x, part
 
 
@@ -632,9 +659,11 @@ def _sinkhorn_rows(kernel, B: Tensor, eps: float, iters: int, *more: Tensor) -> 
     T, N, columns = B.shape
     require(columns == N, "B_TNN", f"must hold square matrices, not {[N, columns]}")
     result, side = torch.empty_like(B, memory_format=torch.contiguous_format), pow2(N)
-    rows = max(1, 512 // (side * side))
+    config = tuned("mhc.sinkhorn", (T, N), SINKHORN)
+    rows = max(1, config["numbers"] // (side * side))
     if T:
-        kernel[(cdiv(T, rows),)](B.contiguous(), *more, result, T, eps, iters, N, side, rows, num_warps=4)
+        kernel[(cdiv(T, rows),)](B.contiguous(), *more, result, T, eps, iters, N, side, rows,
+                                 num_warps=config["num_warps"])
     return result
 
 

@@ -34,10 +34,28 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.kernels import common
-from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, restored, rows_of, too_wide
+from dskit.kernels.common import (
+    cdiv,
+    ld,
+    narrow,
+    pow2,
+    refuse,
+    require,
+    restored,
+    rows_of,
+    too_wide,
+    tuned,
+    up_to,
+)
 
-# elements of a call up to which a lane takes this many; not yet measured.  Interpreted, programs cost most.
-CONFIGS = ((1 << 19, 8), (1 << 22, 16), (1 << 62, 32)) if not common.INTERPRET else ((1 << 62, 32),)
+# elements of a call -> channels of a lane, and whether the gain is read before the sum of squares.
+# Interpreted, programs cost most.
+CONFIGS = {1 << 19: {"lane": 8, "early": True}, 1 << 22: {"lane": 16, "early": True},
+           1 << 62: {"lane": 32, "early": False}}
+if common.INTERPRET:
+    CONFIGS = {1 << 62: {"lane": 32, "early": False}}
+LANES = tuple({"lane": lane, "early": early} for lane in (8, 16, 32, 64) for early in (True, False))
+CANDIDATES = {"norm.rms": LANES, "norm.add_rms": LANES, "norm.rms_quantize": LANES}
 BACKWARD = 16  # elements per lane of the backward pass, which holds four values of each; not yet measured
 RESIDENT = 16 if not common.INTERPRET else 1  # its warps on a multiprocessor; few, so that loops are walked
 
@@ -190,11 +208,12 @@ def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float
     q = None if fmt is None else torch.empty_like(y)
     rows = x_TD.shape[0]
     if rows:
-        lane = next(lane for limit, lane in CONFIGS if x.numel() <= limit)
-        tile = _tile(width, lane, group)
+        name = "norm.add_rms" if residual is not None else "norm.rms_quantize" if fmt else "norm.rms"
+        config = tuned(name, (rows, width), up_to(CONFIGS, x.numel()))
+        tile = _tile(width, config["lane"], group)
         _norm_fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
             x_TD, x_TD.stride(0), add_TD, 0 if add_TD is None else add_TD.stride(0),
-            None if gain is None else gain.contiguous(), total, y, q, rows, eps, width, EARLY=lane < 32,
+            None if gain is None else gain.contiguous(), total, y, q, rows, eps, width, EARLY=config["early"],
             KIND=kind, GROUP=group, **tile)
     return total, y, q
 

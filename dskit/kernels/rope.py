@@ -34,11 +34,15 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.kernels import common
-from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, rows_of, too_wide
+from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, rows_of, too_wide, tuned, up_to
 
-# elements of a call up to which a lane takes this many; not yet measured.  Interpreted, programs cost most.
-CONFIGS = ((1 << 19, 8), (1 << 22, 16), (1 << 62, 32)) if not common.INTERPRET else ((1 << 62, 32),)
-WARPS = 4
+# elements of a call -> elements of a lane, warps of a program.  Interpreted, programs cost most.
+CONFIGS = {1 << 19: {"lane": 8, "num_warps": 4}, 1 << 22: {"lane": 16, "num_warps": 4},
+           1 << 62: {"lane": 32, "num_warps": 4}}
+if common.INTERPRET:
+    CONFIGS = {1 << 62: {"lane": 32, "num_warps": 4}}
+CANDIDATES = {"rope.rotate": tuple({"lane": lane, "num_warps": warps} for warps in (1, 2, 4, 8)
+                                   for lane in (8, 16, 32))}
 
 
 @triton.jit
@@ -66,12 +70,13 @@ def _rotate(x: Tensor, turn_T: Tensor, inverse: bool) -> Tensor:
     rows = rows_of(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        lane = next(lane for limit, lane in CONFIGS if x.numel() <= limit)
+        config = tuned("rope.rotate", (len(rows), width), up_to(CONFIGS, x.numel()))
         block = pow2(max(2, width))
-        tile = max(1, 32 * WARPS * lane // block)
+        tile = max(1, 32 * config["num_warps"] * config["lane"] // block)
         _rope_rotate_kernel[(cdiv(len(rows), tile),)](
             rows, rows.stride(0), torch.view_as_real(turn_T.resolve_conj()).contiguous(), y, len(rows),
-            len(rows) // tokens, width, turned, inverse, tile, block, num_warps=WARPS)
+            len(rows) // tokens, width, turned, inverse, tile, block,
+            num_warps=config["num_warps"])
     return y
 
 

@@ -49,11 +49,18 @@ from dskit.kernels.common import (
     require,
     softmax_scale,
     too_wide,
+    tuned,
 )
 
 WIDTH = 64  # logits of a chunk: 256 bytes
-# not yet measured: chunks per program and warps of _stats; values per tile, pivots per pass, warps of _pick
-CONFIG = {"chunks": 64, "stats_warps": 4, "lanes": 1024, "pivots": 16, "pick_warps": 8}
+STATS = {"chunks": 64, "num_warps": 4}  # of a program
+PICK = {"lanes": 1024, "pivots": 16, "num_warps": 8}  # values of a tile, pivots of a pass
+CANDIDATES = {
+    "sampler.draw/stats": tuple({"chunks": chunks, "num_warps": warps} for chunks, warps in
+                                ((32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8))),
+    "sampler.draw/pick": tuple({"lanes": lanes, "pivots": pivots, "num_warps": warps} for lanes, pivots, warps
+                               in ((512, 16, 4), (1024, 8, 8), (1024, 16, 4), (1024, 16, 8), (1024, 32, 8),
+                                   (2048, 8, 8), (2048, 16, 8), (2048, 8, 16), (2048, 16, 16)))}
 
 ROUGH = tl.constexpr(2**14)  # keys: at most a 512th of a value
 LOWEST = tl.constexpr(-2139095041)  # the key of minus infinity
@@ -285,11 +292,13 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_
     peak, mass = torch.empty(2, rows, chunks, device=logits.device)
     listed, ties = torch.empty(2, rows, chunks, dtype=torch.int32, device=logits.device)
     found = torch.empty(rows, vocab, device=logits.device)
-    _draw_stats_kernel[(rows, cdiv(chunks, CONFIG["chunks"]))](
-        logits, columns[0], peak, mass, logits.stride(0), vocab, chunks, WIDTH=WIDTH, CHUNKS=CONFIG["chunks"],
-        num_warps=CONFIG["stats_warps"])
+    stats = tuned("sampler.draw/stats", (rows, vocab), STATS)
+    pick = tuned("sampler.draw/pick", (rows, vocab), PICK)
+    _draw_stats_kernel[(rows, cdiv(chunks, stats["chunks"]))](
+        logits, columns[0], peak, mass, logits.stride(0), vocab, chunks, WIDTH=WIDTH, CHUNKS=stats["chunks"],
+        num_warps=stats["num_warps"])
     _draw_pick_kernel[(rows,)](
         logits, *columns, peak, mass, listed, ties, found, ids, logits.stride(0), vocab, chunks, WIDTH=WIDTH,
-        CHUNKS=pow2(max(chunks, 16)), PIVOTS=CONFIG["pivots"], LANES=CONFIG["lanes"],
-        num_warps=CONFIG["pick_warps"])
+        CHUNKS=pow2(max(chunks, 16)), PIVOTS=pick["pivots"], LANES=pick["lanes"],
+        num_warps=pick["num_warps"])
     return ids
