@@ -13,7 +13,7 @@ line and pool are caches: numbers or packed bytes.
 State: the window ring and, at KV sources, the global pool, index keys and open groups; see model.Step.
 Errors: none of its own.
 Numerics: scores and softmax in float32; probabilities rounded to bfloat16 only for the product with values.
-Kernel: kernels/mla.py (mla.attend, mla.project)
+Kernel: kernels/mla.py (mla.attend_cached)
 Source: model.md 3.7, 6.2; config fields q_lora_rank, o_groups, o_lora_rank, sliding_window.
 Try: notebooks/01_mla.ipynb
 """
@@ -31,7 +31,7 @@ from dskit.config import ModelConfig
 from dskit.layers.cache import Packing, is_packed, read, ready, store_, write_
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
-from dskit.layers.linear import Linear, Numerics, widened
+from dskit.layers.linear import Linear, Numerics, quantize, widened
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import rotate
 from dskit.layers.swa import RingPlan, remember_
@@ -81,6 +81,21 @@ def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor
     chosen = [None] * -(-T // held) if chosen_TK is None else chosen_TK.split(held)
     blocks = zip(q_TAH.split(held), read_TW.split(held), chosen, strict=True)
     return torch.cat([_attend(*block, *shared) for block in blocks])
+
+
+@ops.op("mla.attend_cached")
+def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Tensor,
+                  entries_SH: Tensor | None, chosen_TK: Tensor | None, sink_A: Tensor, dtype: torch.dtype,
+                  packings: tuple[Packing, Packing] | None = None, fmt: str | None = None,
+                  steady: bool = False) -> Tensor:
+    """`attend` with queries as they leave their projection: rotated before it, the outputs back after it.
+
+    fmt: quantise and restore the outputs in it, as an FP8 output projection needs them; the release does not.
+    steady: a row's bits must not depend on the rows beside it.
+    """
+    o = attend(rotate(q_TAH, turn_T), window_SH, read_TW, entries_SH, chosen_TK, sink_A, dtype, packings)
+    o = rotate(o, turn_T, inverse=True)
+    return o if fmt is None else quantize(o, fmt, dtype)
 
 
 def _attend(q_TAH: Tensor, read_TW: Tensor, chosen_TK: Tensor | None, window_SH: Tensor,
@@ -168,25 +183,27 @@ class Attention(nn.Module):
         turn = step.rope[self.ratio > 0]
         x = self.numerics.activation(x_TD)
         latent = self.numerics.activation(self.q_norm(self.wq_a(x)))
-        q = self.query(latent, turn)
+        q = self.query(latent)
         window = self.remember_(memory.windows.get(self.layer), x, turn, step.window(self.layer))
         if step.whole is not None:
-            return self.output(step.whole.attend(self, x_TD, latent, q, window, shared), turn)
+            o = step.whole.attend(self, x_TD, latent, rotate(q, turn), window, shared)
+            return self.output(rotate(o, turn, inverse=True))
         if self.ratio:
             self.choose(x_TD, latent, step, shared)
         entries, chosen = (shared.entries, shared.chosen) if self.ratio else (None, None)
-        o = attend(q, window, step.window(self.layer).read, entries, chosen, self.attn_sink,
-                   self.numerics.dtype, (self.packing("window"), self.packing("entry")))
-        return self.output(o, turn)
+        o = attend_cached(q, turn, window, step.window(self.layer).read, entries, chosen, self.attn_sink,
+                          self.numerics.dtype, (self.packing("window"), self.packing("entry")),
+                          steady=self.numerics.steady)
+        return self.output(o)
 
-    def query(self, latent: Tensor, turn: Tensor) -> Tensor:
-        """Rotated queries [T, A, H] of rounded latents [T, R]; V4 also norms each head."""
+    def query(self, latent: Tensor) -> Tensor:
+        """Queries [T, A, H] of rounded latents [T, R], before their rotation; V4 also norms each head."""
         q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
         if not self.config.is_v41:
             q = up(q)
             norm = torch.rsqrt(q.pow(2).mean(dim=-1, keepdim=True) + self.config.rms_norm_eps)
             q = (q * norm).to(self.numerics.dtype)
-        return rotate(q, turn)
+        return q
 
     def key(self, x: Tensor, turn: Tensor) -> Tensor:
         """This layer's own key-and-value vectors [T, H] of rounded inputs, rotated and rounded as cached."""
@@ -242,10 +259,9 @@ class Attention(nn.Module):
         pool = self.config.candidate_topk_blocks * self.config.candidate_block_size or self.config.index_topk
         return seg.table.shape[1] <= min(self.config.index_topk, pool)
 
-    def output(self, o_TAH: Tensor, turn: Tensor) -> Tensor:
-        """Rotate back, project each group of heads, join: [T, A, H] -> y_TD."""
-        o = rotate(o_TAH, turn, inverse=True)
-        joined = project(o, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype,
+    def output(self, o_TAH: Tensor) -> Tensor:
+        """Project each group of heads, which are rotated back, and join: [T, A, H] -> y_TD."""
+        joined = project(o_TAH, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype,
                          self.numerics.row_tile)
         return self.wo_b(self.numerics.activation(joined))
 

@@ -1,0 +1,383 @@
+"""Attention of a row over its window and chosen entries, read from the caches as they are stored.
+
+Tiling
+    One program has all heads of one row, since they read the same entries: 64 heads are the tile height of a
+    tensor core.  Entries come in tiles, are restored to bfloat16 once and serve as keys and as values.
+
+        q [heads, pairs]      a tile of rows [BLOCK, pairs]     z = qa a^T + qb b^T     [heads, BLOCK]
+        a a a a | b b b b     codes, scales -> a | b            o = fade o + p a | p b  [heads, pairs]
+
+    Everything is held as pairs of neighbouring channels, firsts (a) apart from seconds (b): a byte of e2m1
+    and two of e4m3 hold a pair, a rotation turns one, and a sum over channels may be taken in any order, so
+    nothing is ever interleaved.  Queries are rotated as they are loaded and outputs rotated back, and where
+    asked quantised, before they are stored.
+
+    Few rows share out their tiles over several programs, whose parts a second kernel joins.  With PARTS = 2
+    two programs of a row each sum half of the channels, after scores over all: their accumulators are small
+    enough for two programs to be at work on a multiprocessor, one reading while the other multiplies.
+
+Shapes
+    q [T, A, H] of bfloat16, turn complex64 [T, pairs], caches uint8 [S, nbytes] or bfloat16 [S, H], rows to
+    read int64 [T, W] and [T, K] with -1 for none, sink [A] -> [T, A, H] of bfloat16.
+
+Units
+    Bytes of a row of 64 heads of 512: 128 KB of queries and outputs, 528 per window row, 288 per entry;
+    4 * 64 * 512 operations per row read.  At 128 + 512 rows bytes and tensor cores take equally long.
+
+Errors
+    ValueError names an argument whose shape does not fit.  Other dtypes than bfloat16, exact numerics and
+    odd widths are refused.
+
+Source
+    kernels.md 1.3, 2.1, 2.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dskit import ops
+from dskit.kernels import common
+from dskit.kernels.common import (
+    bf16_pair,
+    cdiv,
+    dot,
+    e4m3,
+    from_bf16_pair,
+    from_e2m1_byte,
+    from_e4m3_pair,
+    from_fp32_pair,
+    inverse,
+    pow2,
+    processors,
+    refuse,
+    require,
+    scale_fp8,
+    scale_value,
+    to_bf16,
+    tuned,
+    up_to,
+)
+
+
+def _config(block: int, parts: int, warps: int, stages: int) -> dict[str, int]:
+    return {"BLOCK": block, "PARTS": parts, "num_warps": warps, "num_stages": stages}
+
+
+# by rows of a call; not yet measured
+CONFIGS = {1 << 62: _config(64, 1, 8, 3)}
+CANDIDATES = {"mla.attend_cached": (_config(64, 1, 8, 3), _config(64, 1, 8, 2), _config(64, 1, 8, 1),
+                                    _config(32, 1, 8, 3), _config(32, 1, 8, 4), _config(32, 2, 4, 3),
+                                    _config(32, 2, 4, 2), _config(32, 2, 4, 1), _config(32, 2, 8, 3),
+                                    _config(64, 2, 8, 2))}
+MOST_SPLITS = 32
+JOINED_HEADS = 4  # heads that one program joins
+FLOOR = tl.constexpr(-1e30)  # where maxima start: a row without entries gives zeros and no NaN
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# ---- rows of a cache ---------------------------------------------------------------------------------------
+
+@triton.jit
+def _spread(value, GROUP: tl.constexpr):
+    """One value per group [N, groups] -> the same for each pair of the group."""
+    groups = value[:, :, None].broadcast_to(value.shape[0], value.shape[1], GROUP)
+    return groups.reshape(value.shape[0], value.shape[1] * GROUP)
+
+
+@triton.jit
+def _pairs(code_ptr, byte_ptr, word_ptr, row, first, FORM: tl.constexpr, WIDE: tl.constexpr):
+    """WIDE pairs of rows [N, 1] of a cache from pair `first` on, as two bfloat16 tiles; -1 gives zeros."""
+    KIND: tl.constexpr = FORM[0]
+    GROUP: tl.constexpr = FORM[1]
+    CODED: tl.constexpr = FORM[2]
+    WIDTH: tl.constexpr = FORM[3]
+    SCALES: tl.constexpr = FORM[4]
+    SCALES_AT: tl.constexpr = FORM[5]
+    NBYTES: tl.constexpr = FORM[6]
+    real, pair = row >= 0, first + tl.arange(0, WIDE)[None, :]
+    row = tl.maximum(row, 0)
+    if KIND == "bf16":
+        word = tl.load(word_ptr + row * WIDTH + pair, real & (pair < WIDTH), other=0)
+        a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
+    else:
+        group = first // GROUP + tl.arange(0, WIDE // GROUP)[None, :]
+        scale = tl.load(byte_ptr + row * NBYTES + SCALES_AT + group, real & (group < SCALES), other=0)
+        scale = scale_value(scale, KIND)
+        if KIND == "fp8":
+            code = tl.load(code_ptr + row * (NBYTES // 2) + pair, real & (pair < CODED), other=0)
+            a, b = from_e4m3_pair(code.to(tl.uint16, bitcast=True))
+        else:
+            a, b = from_e2m1_byte(tl.load(code_ptr + row * NBYTES + pair, real & (pair < CODED), other=0))
+            scale *= 16384.0  # see from_e2m1_byte
+        scale = _spread(scale, GROUP)
+        a, b = a * scale, b * scale
+        if CODED < WIDTH:
+            at = word_ptr + row * (NBYTES // 4) + pair - CODED // 2
+            tail = tl.load(at, real & (pair >= CODED) & (pair < WIDTH), other=0)
+            tail_a, tail_b = from_bf16_pair(tail.to(tl.uint32, bitcast=True))
+            a, b = tl.where(pair < CODED, a, tail_a), tl.where(pair < CODED, b, tail_b)
+    return to_bf16(a), to_bf16(b)
+
+
+@triton.jit
+def _ends(index_ptr, count, WIDE: tl.constexpr):
+    """(the first that is no -1 of `count` indices, one past the last): what lies outside is not read."""
+    at = tl.arange(0, WIDE)
+    real = tl.load(index_ptr + at, at < count, other=-1) >= 0
+    return tl.min(tl.where(real, at, count)), tl.max(tl.where(real, at + 1, 0))
+
+
+# ---- queries and outputs -----------------------------------------------------------------------------------
+
+@triton.jit
+def _turns(turn_ptr, token, pair, WIDTH: tl.constexpr, TURNS: tl.constexpr):
+    """(whether pairs turn, cosines, sines) [1, pairs]."""
+    turned = (pair >= WIDTH - TURNS) & (pair < WIDTH)
+    c, s = from_fp32_pair(tl.load(turn_ptr + token * TURNS + pair - (WIDTH - TURNS), turned, other=0))
+    return turned, c, s
+
+
+@triton.jit
+def _query(q_ptr, turn_ptr, token, first, HEADS: tl.constexpr, A: tl.constexpr, WIDTH: tl.constexpr,
+           TURNS: tl.constexpr, WIDE: tl.constexpr):
+    """WIDE rotated pairs of a row's queries as two bfloat16 tiles [HEADS, WIDE]."""
+    head, pair = tl.arange(0, HEADS)[:, None], first + tl.arange(0, WIDE)[None, :]
+    word = tl.load(q_ptr + (token * A + head) * WIDTH + pair, (head < A) & (pair < WIDTH), other=0)
+    a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
+    turned, c, s = _turns(turn_ptr, token, pair, WIDTH, TURNS)
+    return (to_bf16(tl.where(turned, a * c - b * s, a)), to_bf16(tl.where(turned, a * s + b * c, b)))
+
+
+@triton.jit
+def _quantized(a, b, GROUP: tl.constexpr):
+    """Pairs rounded to e4m3 with a scale per GROUP of them, and restored."""
+    size = tl.maximum(tl.abs(a), tl.abs(b))
+    scale = scale_fp8(tl.max(size.reshape(size.shape[0], size.shape[1] // GROUP, GROUP), axis=2))
+    factor, scale = _spread(inverse(scale), GROUP), _spread(scale, GROUP)
+    return e4m3(a * factor) * scale, e4m3(b * factor) * scale
+
+
+@triton.jit
+def _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A: tl.constexpr,
+            WIDTH: tl.constexpr, TURNS: tl.constexpr, QUANTUM: tl.constexpr):
+    """Divide sums [heads, pairs] by the softmax's denominator, rotate back, quantise, store."""
+    sink = tl.load(sink_ptr + head, head < A, other=0.0)
+    total += tl.exp2(sink * LOG2E - top)
+    share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    a, b = a * share, b * share
+    turned, c, s = _turns(turn_ptr, token, pair[None, :], WIDTH, TURNS)
+    a, b = tl.where(turned, a * c + b * s, a), tl.where(turned, b * c - a * s, b)
+    word = bf16_pair(a, b)
+    if QUANTUM:
+        a, b = from_bf16_pair(word)
+        a, b = _quantized(a, b, QUANTUM)
+        word = bf16_pair(a, b)
+    at = out_ptr + (token * A + head[:, None]) * WIDTH + pair[None, :]
+    tl.store(at, word.to(tl.int32, bitcast=True), (head[:, None] < A) & (pair[None, :] < WIDTH))
+
+
+# ---- attention ---------------------------------------------------------------------------------------------
+
+@triton.jit
+def _attend(qa, qb, ra, rb, top, total, acc_a, acc_b, code_ptr, byte_ptr, word_ptr, index_ptr, begin, end,
+            count, first, rest, scale, FORM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+            BLOCK: tl.constexpr, ENDS: tl.constexpr):
+    """Go on with a softmax over the indices begin .. end: its maximum, its sum and the sums of values.
+
+    qa, qb: queries of the pairs from `first` on, whose values are summed; ra, rb: of the others, with two
+    PARTS, from `rest` on.
+    """
+    low, high = _ends(index_ptr, count, ENDS)
+    begin, end = tl.maximum(begin, low // BLOCK * BLOCK), tl.minimum(end, high)
+    for start in tl.range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        row = tl.load(index_ptr + at, at < end, other=-1)
+        a, b = _pairs(code_ptr, byte_ptr, word_ptr, row[:, None], first, FORM, WIDE)
+        z = dot(qa, tl.trans(a), tl.zeros([qa.shape[0], BLOCK], tl.float32))
+        z = dot(qb, tl.trans(b), z)
+        if PARTS == 2:
+            c, d = _pairs(code_ptr, byte_ptr, word_ptr, row[:, None], rest, FORM, WIDE)
+            z = dot(ra, tl.trans(c), z)
+            z = dot(rb, tl.trans(d), z)
+        z = tl.where((row >= 0)[None, :], z * scale, float("-inf"))
+        new = tl.maximum(top, tl.max(z, axis=1))
+        fade, p = tl.exp2(top - new), tl.exp2(z - new[:, None])
+        top, total, p = new, total * fade + tl.sum(p, axis=1), to_bf16(p)
+        acc_a = dot(p, a, acc_a * fade[:, None])
+        acc_b = dot(p, b, acc_b * fade[:, None])
+    return top, total, acc_a, acc_b
+
+
+@triton.jit
+def _mla_attend_cached_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_byte_ptr, window_word_ptr,
+                                  read_ptr, entry_code_ptr, entry_byte_ptr, entry_word_ptr, chosen_ptr,
+                                  sink_ptr, out_ptr, sum_ptr, stat_ptr, W, K, splits, per, scale,
+                                  WINDOW: tl.constexpr, ENTRY: tl.constexpr, A: tl.constexpr,
+                                  HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr,
+                                  QUANTUM: tl.constexpr, WIDE: tl.constexpr, WINDOW_ENDS: tl.constexpr,
+                                  ENTRY_ENDS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    part, program = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    split, token = program % splits, (program // splits).to(tl.int64)
+    first, rest = part * WIDE, (1 - part) * WIDE
+    qa, qb = _query(q_ptr, turn_ptr, token, first, HEADS, A, WIDTH, TURNS, WIDE)
+    ra, rb = qa, qb
+    if PARTS == 2:
+        ra, rb = _query(q_ptr, turn_ptr, token, rest, HEADS, A, WIDTH, TURNS, WIDE)
+    top, total = tl.full([HEADS], FLOOR, tl.float32), tl.zeros([HEADS], tl.float32)
+    acc_a, acc_b = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
+    begin = split * per * BLOCK  # in tiles of the window, then of the entries
+    top, total, acc_a, acc_b = _attend(
+        qa, qb, ra, rb, top, total, acc_a, acc_b, window_code_ptr, window_byte_ptr, window_word_ptr,
+        read_ptr + token * W, begin, tl.minimum(begin + per * BLOCK, W), W, first, rest, scale, WINDOW, WIDE,
+        PARTS, BLOCK, WINDOW_ENDS)
+    if chosen_ptr is not None:
+        begin -= (W + BLOCK - 1) // BLOCK * BLOCK
+        top, total, acc_a, acc_b = _attend(
+            qa, qb, ra, rb, top, total, acc_a, acc_b, entry_code_ptr, entry_byte_ptr, entry_word_ptr,
+            chosen_ptr + token * K, tl.maximum(begin, 0), tl.minimum(begin + per * BLOCK, K), K, first, rest,
+            scale, ENTRY, WIDE, PARTS, BLOCK, ENTRY_ENDS)
+    head, pair = tl.arange(0, HEADS), first + tl.arange(0, WIDE)
+    if sum_ptr is None:
+        _finish(acc_a, acc_b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A, WIDTH, TURNS,
+                QUANTUM)
+    else:
+        at = (token * splits + split) * A + head
+        tl.store(stat_ptr + 2 * at, top, head < A)
+        tl.store(stat_ptr + 2 * at + 1, total, head < A)
+        at, real = 2 * at[:, None] * WIDTH + pair[None, :], (head < A)[:, None] & (pair < WIDTH)[None, :]
+        tl.store(sum_ptr + at, acc_a, real)
+        tl.store(sum_ptr + at + WIDTH, acc_b, real)
+
+
+@triton.jit
+def _mla_join_fwd_kernel(sum_ptr, stat_ptr, turn_ptr, sink_ptr, out_ptr, splits, A: tl.constexpr,
+                         HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr, QUANTUM: tl.constexpr,
+                         WIDE: tl.constexpr):
+    BLOCKS: tl.constexpr = (A + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head, pair = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDE)
+    real = (head < A)[:, None] & (pair < WIDTH)[None, :]
+    top, total = tl.full([HEADS], FLOOR, tl.float32), tl.zeros([HEADS], tl.float32)
+    a, b = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
+    for split in tl.range(0, splits):
+        at = (token * splits + split) * A + head
+        theirs = tl.load(stat_ptr + 2 * at, head < A, other=FLOOR)
+        new = tl.maximum(top, theirs)
+        fade, weight = tl.exp2(top - new), tl.exp2(theirs - new)
+        top, total = new, total * fade + weight * tl.load(stat_ptr + 2 * at + 1, head < A, other=0.0)
+        at = 2 * at[:, None] * WIDTH + pair[None, :]
+        a = a * fade[:, None] + weight[:, None] * tl.load(sum_ptr + at, real, other=0.0)
+        b = b * fade[:, None] + weight[:, None] * tl.load(sum_ptr + at + WIDTH, real, other=0.0)
+    _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A, WIDTH, TURNS, QUANTUM)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------
+
+def _form(cache: Tensor, packing: Any, width: int) -> tuple:
+    """How rows of a cache are read, in pairs: kind, group, coded, width, scales, where they are, bytes."""
+    if cache.dtype != torch.uint8:
+        return "bf16", 1, width // 2, width // 2, 0, 0, 2 * width
+    kind, group = common.layout(packing.fmt)
+    codes, tail, scales, _ = packing.parts
+    return kind, group // 2, packing.coded // 2, width // 2, scales, codes + tail, packing.nbytes
+
+
+def _views(cache: Tensor, form: tuple) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """A cache as its codes (bytes or two of them), its bytes and its words; None where not needed."""
+    if form[0] == "bf16":
+        return None, None, cache.view(torch.int32)
+    tail = cache.view(torch.int32) if form[2] < form[3] else None
+    return cache.view(torch.int16) if form[0] == "fp8" else cache, cache, tail
+
+
+def _checked(cache: Tensor, rows: Tensor, packing: Any, tokens: int, width: int, name: str) -> None:
+    wide = packing.nbytes if cache.dtype == torch.uint8 else width
+    require(cache.is_contiguous() and cache.shape[1:] == (wide,), name, f"must be contiguous [S, {wide}]")
+    require(rows.dim() == 2 and len(rows) == tokens, f"rows of {name}", f"must be [{tokens}, any]")
+
+
+def _splits(programs: int, tiles: int, free: int) -> tuple[int, int]:
+    """(programs that share a row's tiles, tiles of each): as many as the GPU has room for."""
+    per = cdiv(tiles, max(1, min(tiles, free // max(1, programs), MOST_SPLITS)))
+    return cdiv(tiles, per), per
+
+
+def _odd(cache: Tensor | None, packing: Any) -> str | None:
+    """Why rows of a cache are beyond the kernel, or None."""
+    if cache is None or cache.dtype == torch.bfloat16:
+        return None
+    if cache.dtype != torch.uint8:
+        return f"a cache of {cache.dtype}; the kernel reads bytes and bfloat16"
+    if packing.tail % 2 or (packing.tail and not packing.fmt.startswith("fp8")):
+        return f"{packing.tail} channels left in bfloat16, in {packing.fmt}"
+    return "rows that are no whole words" if packing.tail and packing.nbytes % 4 else None
+
+
+def _cannot(q: Tensor, turn: Tensor, window: Tensor, read: Tensor, entries: Tensor | None,
+            chosen: Tensor | None, sink: Tensor, dtype: torch.dtype, packings: tuple | None = None,
+            fmt: str | None = None, steady: bool = False) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    if q.dtype != torch.bfloat16 or dtype != torch.bfloat16:
+        return f"queries of {q.dtype} and outputs of {dtype}; the kernel takes bfloat16"
+    if q.shape[-1] % 2:
+        return f"heads of {q.shape[-1]} channels, which are no pairs"
+    if fmt is not None and not fmt.startswith("fp8"):
+        return f"outputs in {fmt}; the kernel quantises to fp8"
+    window_packing, entry_packing = packings or (None, None)
+    return (_odd(window, window_packing) or _odd(entries, entry_packing)
+            or refuse(q, turn, window, read, entries, chosen, sink))
+
+
+# ---- the op ------------------------------------------------------------------------------------------------
+
+@ops.implement("mla.attend_cached", "triton", when=_cannot)
+def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Tensor,
+                  entries_SH: Tensor | None, chosen_TK: Tensor | None, sink_A: Tensor, dtype: torch.dtype,
+                  packings: tuple | None = None, fmt: str | None = None, steady: bool = False) -> Tensor:
+    """Attention over window and chosen entries, rotated in and back out: [T, A, H] of bfloat16."""
+    T, A, H = q_TAH.shape
+    W, K = read_TW.shape[1], 0 if chosen_TK is None else chosen_TK.shape[1]
+    window_packing, entry_packing = packings or (None, None)
+    require(turn_T.shape[0] == T and 2 * turn_T.shape[1] <= H, "turn_T", f"must be [{T}, at most {H // 2}]")
+    require(sink_A.shape == (A,), "sink_A", f"must be [{A}]")
+    _checked(window_SH, read_TW, window_packing, T, H, "window_SH")
+    if entries_SH is not None:
+        _checked(entries_SH, chosen_TK, entry_packing, T, H, "entries_SH")
+    out = torch.empty(T, A, H, dtype=dtype, device=q_TAH.device)
+    if not T:
+        return out
+    window_form = _form(window_SH, window_packing, H)
+    entry_form = _form(entries_SH, entry_packing, H) if K else window_form
+    config = dict(up_to(CONFIGS, T if not steady else 1))
+    if not steady:
+        config = dict(tuned("mla.attend_cached", (T, W, K, A, H), config))
+    quantum = common.layout(fmt)[1] // 2 if fmt else 0
+    least = max(16, window_form[1], entry_form[1], quantum)  # pairs: whole groups, and a product's depth
+    wide = max(least, pow2(H // 2))
+    parts = config["PARTS"] = config["PARTS"] if wide >= least * config["PARTS"] else 1
+    block = config["BLOCK"]
+    splits, per = _splits(T * parts, cdiv(W, block) + cdiv(K, block), 1 if steady else processors(q_TAH))
+    sizes = {"A": A, "WIDTH": H // 2, "TURNS": turn_T.shape[1], "QUANTUM": quantum}
+    turn = torch.view_as_real(turn_T.resolve_conj().contiguous()).view(torch.int64)
+    sink, out_words = sink_A.detach().float(), out.view(torch.int32)
+    sums = stats = None
+    if splits > 1:
+        sums = torch.empty(T, splits, A, H, dtype=torch.float32, device=out.device)
+        stats = torch.empty(T, splits, A, 2, dtype=torch.float32, device=out.device)
+    _mla_attend_cached_fwd_kernel[(T * splits * parts,)](
+        q_TAH.contiguous().view(torch.int32), turn, *_views(window_SH, window_form), read_TW.contiguous(),
+        *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK.contiguous() if K else None,
+        sink, out_words, sums, stats, W, K, splits, per, H**-0.5 * LOG2E.value, window_form, entry_form,
+        HEADS=max(16, pow2(A)), WIDE=wide // parts, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes,
+        **config)
+    if splits > 1:
+        heads = min(JOINED_HEADS, pow2(A))
+        _mla_join_fwd_kernel[(T * cdiv(A, heads),)](sums, stats, turn, sink, out_words, splits, HEADS=heads,
+                                                   WIDE=wide, num_warps=4, **sizes)
+    return out
