@@ -100,6 +100,16 @@ def bench_kernels(argv: list[str]) -> int:
     return kernels.main(args, shlex.join(["dskit", "bench", "kernels", *argv]))
 
 
+def bench_tune(argv: list[str]) -> int:
+    """Which configuration of each kernel is the fastest on this GPU: writes the table that kernels read."""
+    from dskit.flags import TuneArgs
+
+    args = parse(TuneArgs, "bench tune", argv)
+    from dskit.bench import tune
+
+    return tune.main(args)
+
+
 def bench_engine(argv: list[str]) -> int:
     """What a step costs beside the model: scheduler, pools, prefix tree; on a GPU its idle time."""
     from dskit.flags import EngineArgs
@@ -194,6 +204,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 BENCHES: dict[str, Callable[[list[str]], int]] = {
     "latency": bench_latency,
     "kernels": bench_kernels,
+    "tune": bench_tune,
     "engine": bench_engine,
     "compare": bench_compare,
 }

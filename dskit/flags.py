@@ -143,6 +143,20 @@ class KernelsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneArgs:
+    """Time every kernel's configurations at its released widths and write the table of the fastest ones."""
+
+    op: Annotated[str, arg(metavar="NAME,...")] = "all"
+    """Ops or groups, for example mhc,norm.rms; what the table says of others stays."""
+    minutes: Annotated[float, arg(metavar="FLOAT")] = 8.0
+    """Stop after so many minutes; decode steps of 128 rows and prefills of 4,096 are measured first."""
+    seed: int = 0
+    """Seed of the inputs."""
+    out: Annotated[str | None, arg(metavar="FILE")] = None
+    """Write the table here instead of where the kernels read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineArgs(ModelArgs):
     """Time what a step costs beside the model; on a GPU also for how long it has nothing to do."""
 

@@ -1,9 +1,9 @@
 """`dskit bench kernels`: every op at its released widths, beside its floor, its peers and torch.compile.
 
 Idea
-    The shapes are those of the case tables, so that what is timed is what is tested.  Work is done by
-    processes of `worker.py`, one after the other; a call that crashes or hangs costs its own record alone.
-    Before, several of them run everything once side by side, so that no compiler is waited for while timing.
+    The shapes are those of the case tables, so that what is timed is what is tested.  One process times all
+    calls in turn.  Before, many run everything once side by side, so that no compiler is waited for while
+    timing; and where nothing is timed (`--prove --no-time`), many compare side by side and that is all.
     Each record is written as it comes; a summary closes the file.
 
 Shapes
@@ -24,14 +24,9 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +34,12 @@ from typing import Any
 import torch
 
 from dskit import ops
-from dskit.bench import environment, floors, records, worker
+from dskit.bench import environment, floors, pool, records, worker
 from dskit.testing import Shape, all_cases
 
 Record = dict[str, Any]
 QUICK_ROWS = (128, 4096)  # measured first: a decode step and a prefill
-LIMIT_S = 150  # without a record in this time, a worker is stuck
+COMPARING = 16  # processes that compare side by side: each holds an oracle in float64
 NO_GPU = 3
 SETTINGS = ("quick", "compile", "check", "peer", "seed")
 INTERVAL = "one call in a CUDA graph, launches left out, every copy of the inputs cold in the L2"
@@ -153,7 +148,7 @@ def destination(args: Any, command: str) -> Path | None:
     return folder / "kernels.jsonl"
 
 
-# ---- workers -----------------------------------------------------------------------------------------------
+# ---- measuring ---------------------------------------------------------------------------------------------
 
 def measure(jobs: list[Record], args: Any) -> Iterator[Record]:
     """Records of all jobs as they come, then the summary."""
@@ -163,14 +158,16 @@ def measure(jobs: list[Record], args: Any) -> Iterator[Record]:
                              mode=None if args.quick else "max-autotune-no-cudagraphs",
                              replays=7 if args.quick else 20, constants=args.machine,
                              every_edge=not args.quick)
-    if torch.cuda.is_available() and len({job["op"] for job in jobs}) > 3:
+    several = torch.cuda.is_available() and len({job["op"] for job in jobs}) > 3
+    if several and options.time:
         until = time.monotonic() + min(900, 0.4 * (end - time.monotonic()))
         options = replace(options, ready=warm_up(jobs, options, until))
+    count = min(COMPARING, pool.cores()) if several and not options.time else 1
     found = []
-    for record in one_by_one(jobs, options, end):
-        found.append(record)
-        yield record
-    yield records.summary(found, launch())
+    for job, answer in pool.work(jobs, options, count, end):
+        found.append(unmeasured(job, options, answer) if isinstance(answer, pool.Lost) else answer)
+        yield found[-1]
+    yield records.summary(found, launch() if options.time else None)
 
 
 def launch() -> float | None:
@@ -182,100 +179,23 @@ def launch() -> float | None:
     return timing.launch_us(timing.Device())
 
 
-def start(**switches: str) -> subprocess.Popen:
-    """A worker that waits for its jobs."""
-    if not torch.cuda.is_available():
-        switches["TRITON_INTERPRET"] = "1"
-    return subprocess.Popen([sys.executable, "-m", "dskit.bench.worker"], stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, text=True, env=os.environ | switches,
-                            start_new_session=True)
-
-
-def stop(process: subprocess.Popen) -> None:
-    """End a worker and the compilers that it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def order(jobs: list[Record], options: worker.Options) -> str:
-    """What a worker reads."""
-    return json.dumps({"jobs": jobs, "options": asdict(options)})
-
-
 def warm_up(jobs: list[Record], options: worker.Options, end: float) -> list[str]:
-    """Run everything once, a process per op and as many as there are cores; returns which peers have run."""
-    names = list(dict.fromkeys(job["op"] for job in jobs))
-    count = min(len(names), 16, os.cpu_count() or 1)
-    print(f"bench: compiling {len(names)} ops, {count} at a time", file=sys.stderr, flush=True)
-    running: list[subprocess.Popen] = []
+    """Run everything once, as many calls at a time as there are cores; returns what has run.
 
-    def one(name: str) -> list[str]:
-        if time.monotonic() > end:
-            return []
-        running.append(process := start(TORCHINDUCTOR_COMPILE_THREADS="1"))
-        text = order([job for job in jobs if job["op"] == name], replace(options, warm=True))
-        try:
-            return process.communicate(text, timeout=max(1.0, end - time.monotonic()))[0].splitlines()
-        except subprocess.TimeoutExpired:
-            stop(process)
-            return process.communicate()[0].splitlines()
-
-    with ThreadPoolExecutor(count) as pool:
-        try:
-            return [json.loads(text) for lines in pool.map(one, names) for text in lines]
-        except BaseException:  # interrupted: whoever compiles has a session of its own
-            for process in running:
-                stop(process)
-            raise
+    Libraries come first at one shape of each op, since some of them compile for a minute.
+    """
+    first = {job["op"]: job for job in reversed(jobs)}
+    own, public = ([job | {"turn": turn} for job in jobs] for turn in ("own", "public"))
+    early = [job for job in public if first[job["op"]]["shape"] == job["shape"]]
+    turns = [*early, *own, *(job for job in public if job not in early)]
+    print(f"bench: compiling for {len(jobs)} calls, {pool.cores()} at a time", file=sys.stderr, flush=True)
+    ready = []
+    for _, answer in pool.work(turns, replace(options, work="warm"), pool.cores(), end):
+        ready += [] if isinstance(answer, pool.Lost) else answer
+    return ready
 
 
-def one_by_one(jobs: list[Record], options: worker.Options, end: float) -> Iterator[Record]:
-    """Records in the order of the jobs; after a worker's death another one goes on behind its last job."""
-    left = list(jobs)
-    while left and time.monotonic() < end:
-        process = start()
-        try:
-            process.stdin.write(order(left, options))
-            process.stdin.close()
-            blame = yield from until_it_ends(process, left, end)
-        finally:
-            stop(process)
-        if blame:
-            yield unmeasured(left.pop(0), options, "failed", blame)
-    for job in left:
-        yield unmeasured(job, options, "not_measured", "the minutes of this run were over")
-
-
-def until_it_ends(process: subprocess.Popen, left: list[Record], end: float) -> Iterator[Record]:
-    """A worker's records, each job taken off the list; returns what its next job is to be blamed for."""
-    lines = reader(process)
-    while left and time.monotonic() < end:
-        try:
-            said = lines.get(timeout=min(LIMIT_S, max(1.0, end - time.monotonic())))
-        except queue.Empty:
-            return f"no result within {LIMIT_S} s" if time.monotonic() < end else None
-        if isinstance(said, int):  # its exit code; it sends the record before it gives up a lost context
-            return None if said == worker.LOST else f"the worker ended with exit code {said}"
-        left.pop(0)
-        yield said
-    return None
-
-
-def reader(process: subprocess.Popen) -> queue.Queue:
-    """The worker's records as they come, then its exit code."""
-    lines: queue.Queue = queue.Queue()
-
-    def read() -> None:
-        for line in process.stdout:
-            lines.put(json.loads(line))
-        lines.put(process.wait())
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
-
-
-def unmeasured(job: Record, options: worker.Options, status: str, reason: str) -> Record:
+def unmeasured(job: Record, options: worker.Options, lost: pool.Lost) -> Record:
     """A record with a reason instead of figures."""
     blank = worker.blank(all_cases()[job["op"]], job["shape"], options)
-    return blank | {"status": status, "reason": reason}
+    return blank | {"status": "failed" if lost.guilty else "not_measured", "reason": lost.reason}

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 
 from dskit import ops
+from dskit.bench import tune
 from dskit.testing import Cases, Maker, Shape, all_cases, outputs
 
 Row = dict[str, Any]
@@ -139,15 +140,22 @@ def describe(kernel: Any, grid: Any, arch: int) -> Row:
 
 # ---- calling the wrappers ----------------------------------------------------------------------------------
 
-def call(cases: Cases, shape: Shape, maker: Maker) -> str | None:
-    """Call an op's wrapper, and its backward where it has one; returns why the kernel refuses, or None."""
+def call(cases: Cases, shape: Shape, maker: Maker, tried: bool = False) -> str | None:
+    """Call an op's wrapper, and its backward where it has one, or with `tried` once in each configuration
+    worth timing; returns why the kernel refuses, or None.
+    """
     implementation = ops.find(cases.op).implementation("triton")
     args = list(cases.make(shape, maker))
     if cases.grads and implementation.grad:
         for i in cases.grads:
             args[i] = args[i].detach().requires_grad_()
     refused = implementation.why_not(tuple(args), {})
-    if refused is None:
+    if refused is None and tried:
+        with torch.no_grad():
+            for name in tune.wanted(implementation.function, tuple(args)):
+                for config in tune.candidates()[name]:
+                    tune.under({name: config}, implementation.function)(*args)
+    elif refused is None:
         results = [r for r in outputs(implementation.function(*args)) if r.requires_grad]
         if results:
             torch.autograd.backward(results, [torch.empty_like(r) for r in results])
@@ -165,9 +173,9 @@ def shapes_of(cases: Cases, which: str) -> Iterator[tuple[Shape, Maker]]:
         yield from ((shape, Hollow()) for shape in cases.frozen)
 
 
-def survey(arch: int, name: str = "", which: str = "all") -> Iterator[Row]:
+def survey(arch: int, name: str = "", which: str = "all", tried: bool = False) -> Iterator[Row]:
     """Compile the ops whose names start with `name`, or with one of several behind commas: a row per kernel
-    and configuration, and per failure.
+    and configuration, and per failure; with `tried` in all configurations worth timing.
     """
     ops.load_all()
     launches = Launches(arch)
@@ -175,19 +183,20 @@ def survey(arch: int, name: str = "", which: str = "all") -> Iterator[Row]:
         seen: set[str] = set()
         for shape, maker in shapes_of(cases, which):
             try:
-                yield from compiled(launches, cases, shape, maker, seen)
+                yield from compiled(launches, cases, shape, maker, seen, tried)
             except ops.UnknownImplementation:
                 break
 
 
-def compiled(launches: Launches, cases: Cases, shape: Shape, maker: Maker, seen: set[str]) -> Iterator[Row]:
+def compiled(launches: Launches, cases: Cases, shape: Shape, maker: Maker, seen: set[str], tried: bool
+             ) -> Iterator[Row]:
     """The rows of one call: kernels not seen before, and why there is none."""
     at = {"op": cases.op, "shape": shape}
     if cases.nbytes and cases.nbytes(shape) > LARGEST:
         yield at | {"refused": f"{LEFT_OUT}: {cases.nbytes(shape):.1e} bytes"}
         return
     try:
-        refused = call(cases, shape, maker)
+        refused = call(cases, shape, maker, tried)
         if refused:
             yield at | {"refused": refused}
     except ops.UnknownImplementation:
@@ -239,10 +248,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, choices=sorted(PARTS), default=90)
     parser.add_argument("--op", default="", help="starts of the ops' names: mhc,norm.rms")
     parser.add_argument("--shapes", choices=("one", "edges", "frozen", "all"), default="all")
+    parser.add_argument("--candidates", action="store_true", help="in every configuration worth timing")
     args = parser.parse_args(argv)
     print(HEAD, file=sys.stderr)
     rows = []
-    for row in survey(args.arch, args.op, args.shapes):
+    for row in survey(args.arch, args.op, args.shapes, args.candidates):
         rows.append(row)
         print(line(row), file=sys.stderr, flush=True)
     print(json.dumps(rows))

@@ -85,6 +85,7 @@ class Device:
     """Times calls on the current GPU."""
 
     kind = "cuda"
+    least_s, least_calls = 0.05, 25  # of a warm-up
 
     def __init__(self):
         self.flush, self.sink = torch.zeros(FLUSH // 4, device="cuda"), torch.zeros((), device="cuda")
@@ -102,9 +103,9 @@ class Device:
         return 1e3 * start.elapsed_time(end)
 
     def warm_up(self, calls: list[Call]) -> float:
-        """Call until 25 calls and 50 ms have passed, at most a second; returns a guess of one call's time."""
+        """Call until so many calls and so long are past, at most a second; gives a guess of a call's time."""
         began, count = time.perf_counter(), 0
-        while (past := time.perf_counter() - began) < 1 and (count < 25 or past < 0.05):
+        while (past := time.perf_counter() - began) < 1 and (count < self.least_calls or past < self.least_s):
             calls[count % len(calls)]()
             count += 1
             if count % 5 == 0:

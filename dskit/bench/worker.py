@@ -1,14 +1,13 @@
-"""One process that measures a list of calls and prints a record for each; it may die without the others.
+"""One process that measures the calls it is given and prints a record for each; it may die without others.
 
 Idea
-    A kernel that reads where it must not takes its process's CUDA context along.  So `kernels.py` gives the
-    calls to a worker, reads its records as they come, and starts another worker after the call that killed
-    it.  With `warm` a worker only runs everything once, so that what compiles on first use is in the caches
-    on disk: many do so side by side before one measures alone.
+    `pool.py` starts it, hands it a call at a time and starts another one after the call that killed it.  Its
+    work is one of three: `measure` a call; `warm` a call, which only runs everything once, so that what
+    compiles on first use is in the caches on disk; or what `tune.py` does with a call.
 
 Shapes
-    stdin: one JSON object, `jobs` (a list of {"op", "shape"}) and `options`; stdout: one JSON record a line,
-    with `warm` the name of each peer that has run.
+    stdin: the options, then a job a line, {"op", "shape"} and what the work adds; stdout: one line of JSON
+    for each, a record, with `warm` the names of what has run.
 
 Units
     Microseconds; `cpu_check_s` are seconds of the interpreter and no figure of a GPU.
@@ -65,36 +64,32 @@ class Options:
     peer: str = "auto"
     replays: int = 20
     constants: str | None = None
-    warm: bool = False
-    ready: list[str] | None = None  # peers that ran while compiling; None: nobody compiled before
+    work: str = "measure"  # or "warm", "tune"
+    ready: list[str] | None = None  # what ran while compiling; None: nobody compiled before
     every_edge: bool = True
 
 
 def main() -> int:
-    """Read the jobs, print the records."""
-    order = json.load(sys.stdin)
+    """Read the jobs, print what they give."""
+    from dskit.bench import tune
+
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # peers and their compilers print
     gc.disable()  # nothing may be freed while a graph is captured
-    options = Options(**order["options"])
-    work = warm if options.warm else records
-    for result in work(order["jobs"], options):
-        print(json.dumps(result), file=out, flush=True)
+    options = Options(**json.loads(sys.stdin.readline()))
+    work = {"measure": run, "warm": warm, "tune": tune.run}[options.work]
+    ops.load_all()
+    for line in sys.stdin:
+        print(json.dumps(work(json.loads(line), options)), file=out, flush=True)
         gc.collect()
         if torch.cuda.is_available() and not timing.alive():
             os._exit(LOST)  # an orderly end would hang in the lost context
     return 0
 
 
-def records(jobs: list[Record], options: Options) -> Iterator[Record]:
-    """The record of each job."""
-    for job in jobs:
-        yield run(job["op"], job["shape"], options)
-
-
-def run(name: str, shape: Shape, options: Options) -> Record:
+def run(job: Record, options: Options) -> Record:
     """The record of one call; whatever goes wrong is its reason."""
-    ops.load_all()
+    name, shape = job["op"], job["shape"]
     cases = all_cases()[name]
     record = blank(cases, shape, options)
     try:
@@ -202,6 +197,9 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
     asked = peers.of(cases.op, options.peer)
     record["peers"] = [peer.header(options.ready) for peer in asked]
     runners = own(cases.op, implementation, options)
+    if options.compile and options.ready is not None and ran(cases.op, "compile", shape) not in options.ready:
+        del runners["compile"]
+        record["compile_reason"] = "it did not end while there was time to compile"
     runners |= {peer.name: peer.prepare for peer, header in zip(asked, record["peers"], strict=True)
                 if not header["reason"]}
     results = outputs(implementation.function(*copy.deepcopy(args)))
@@ -280,29 +278,33 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def warm(jobs: list[Record], options: Options) -> Iterator[str]:
-    """Run kernels and compiled references of all jobs once, then their peers; yields who has run."""
-    ops.load_all()
-    for turn in (own, public):
-        for job in jobs:
-            try:
-                implementation = ops.find(job["op"]).implementation("triton")
-                args = all_cases()[job["op"]].make(job["shape"],
-                                                   Maker(device().kind, options.seed, on_device=True))
-                refused = implementation.why_not(args, {})
-            except Exception as error:
-                refused = timing.said(error)
-            if refused:
-                print(f"{job['op']}: {refused}", file=sys.stderr)
-                continue
-            for name, prepare in turn(job["op"], implementation, options).items():
-                if once(f"{job['op']}, {name}", prepare, args):
-                    yield f"{job['op']} {name}"
+def warm(job: Record, options: Options) -> list[str]:
+    """Run a job's kernel and references once, or its peers, as its `turn` says; gives who has run."""
+    name, shape = job["op"], job["shape"]
+    try:
+        implementation = ops.find(name).implementation("triton")
+        args = all_cases()[name].make(shape, Maker(device().kind, options.seed, on_device=True))
+        refused = implementation.why_not(args, {})
+    except Exception as error:
+        refused = timing.said(error)
+    if refused:
+        print(f"{name}: {refused}", file=sys.stderr)
+        return []
+    turn = TURNS[job["turn"]](name, implementation, options)
+    return [ran(name, who, shape) for who, prepare in turn.items() if once(f"{name}, {who}", prepare, args)]
+
+
+def ran(name: str, who: str, shape: Shape) -> str:
+    """How one who has run is listed: a peer by its op, torch.compile by the shape too."""
+    return f"{name} {who} {json.dumps(shape)}" if who == "compile" else f"{name} {who}"
 
 
 def public(name: str, implementation: ops.Implementation, options: Options) -> dict[str, Callable]:
     """The peers that are installed."""
     return {peer.name: peer.prepare for peer in peers.of(name, options.peer) if not peer.missing()}
+
+
+TURNS = {"own": own, "public": public}
 
 
 def once(what: str, prepare: Callable, args: tuple) -> bool:

@@ -12,7 +12,7 @@ Tuning
     The wrapper takes `config = tuned(name, (rows, *widths), up_to(CONFIGS, rows))` and launches with it.
     `name` is the op's, or "<op>/<part>" where an op launches several kernels that are tuned apart; `widths`
     is whatever else the choice depends on.  `dskit bench tune` times the candidates at the frozen shapes and
-    writes the winners to tuned.json.  Where a caller wants the same bits in any batch (`row_tile`, `steady`)
+    writes the winners to tuned.json; `python -m dskit.bench.offline --candidates` compiles them.  Where a caller wants the same bits in any batch (`row_tile`, `steady`)
     the default of one fixed row count is taken, without `tuned`.
 
 Shapes
@@ -51,7 +51,7 @@ except ImportError as error:
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 INTERP = tl.constexpr(INTERPRET)
-TUNED = Path(__file__).parent / "tuned.json"  # GPU -> the run, and the fastest configurations by kernel
+TUNED = Path(__file__).parent / "tuned.json"  # GPU -> kernel -> the run, and its fastest configurations
 _absent: dict[str, int] = {}  # capability and multiprocessors of a GPU that is only compiled for
 _trials: list[tuple[dict, dict]] = []  # configurations that are tried out, and what has been asked for
 
@@ -176,11 +176,11 @@ def _measured(name: str, key: Key) -> Any:
 def _tables() -> dict[tuple, dict[int, Any]]:
     """(name, *widths) -> rows -> configuration, as measured on GPUs of this name."""
     tables: dict[tuple, dict[int, Any]] = {}
-    measured = json.loads(TUNED.read_text()).get(torch.cuda.get_device_name(), {"kernels": {}})
-    for name, entries in measured["kernels"].items():
-        for entry in entries:
-            rows, *widths = entry["key"]
-            tables.setdefault((name, *widths), {})[rows] = entry["config"]
+    measured = json.loads(TUNED.read_text()).get(torch.cuda.get_device_name(), {})
+    for name, found in measured.items():
+        for size in found["sizes"]:
+            rows, *widths = size["key"]
+            tables.setdefault((name, *widths), {})[rows] = size["config"]
     return tables
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from dskit import cli, ops
-from dskit.bench import compare, floors, kernels, peers, records, timing, worker
+from dskit.bench import compare, floors, kernels, peers, pool, records, timing, tune, worker
 from dskit.flags import KernelsArgs
+from dskit.kernels import common
 from dskit.testing import Maker, all_cases, relative_rms
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "profiles" / "schema.json").read_text())
@@ -75,10 +76,10 @@ def test_without_a_gpu_nothing_is_measured_and_all_is_said(run):
 def test_exit_code_is_zero_only_when_asked_for(monkeypatch, capsys):
     blank = worker.blank(all_cases()["norm.rms"], SHAPE, worker.Options()) | {"reason": "no CUDA device"}
     for extra, code in (([], 3), (["--allow-no-gpu"], 0)):
-        monkeypatch.setattr(kernels, "one_by_one", lambda jobs, options, end: iter([blank]))
+        monkeypatch.setattr(pool, "work", lambda jobs, *_: iter([(jobs[0], blank)]))
         assert cli.main(["bench", "kernels", "--op", "norm.rms", *extra]) == code
     wrong = blank | {"status": "wrong"}
-    monkeypatch.setattr(kernels, "one_by_one", lambda jobs, options, end: iter([wrong]))
+    monkeypatch.setattr(pool, "work", lambda jobs, *_: iter([(jobs[0], wrong)]))
     assert cli.main(["bench", "kernels", "--op", "norm.rms", "--allow-no-gpu"]) == 1
 
 
@@ -107,7 +108,8 @@ def test_every_op_comes_before_its_further_shapes():
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
 SCRIPT = """
 import json, os, sys, time
-for job in json.load(sys.stdin)["jobs"]:
+assert json.loads(sys.stdin.readline())["seed"] == 0
+for job in map(json.loads, sys.stdin):
     if job["op"] == "crash": os._exit(9)
     if job["op"] == "hang": time.sleep(60)
     print(json.dumps(job), flush=True)
@@ -116,34 +118,38 @@ for job in json.load(sys.stdin)["jobs"]:
 
 
 def test_a_call_that_breaks_its_process_costs_its_own_record_alone(monkeypatch):
-    monkeypatch.setattr(kernels, "start", lambda: subprocess.Popen([sys.executable, "-c", SCRIPT], **PIPES))
-    monkeypatch.setattr(kernels, "LIMIT_S", 2)
-    monkeypatch.setattr(kernels, "unmeasured", lambda job, options, status, why: {**job, "reason": why})
+    monkeypatch.setattr(pool, "start", lambda: subprocess.Popen([sys.executable, "-c", SCRIPT], **PIPES))
+    monkeypatch.setattr(pool, "LIMIT_S", 2)
     jobs = [{"op": op} for op in ("a", "lost", "b", "crash", "c", "hang", "d")]
-    found = list(kernels.one_by_one(jobs, worker.Options(), time.monotonic() + 60))
-    assert [record["op"] for record in found] == [job["op"] for job in jobs]
-    reasons = {record["op"]: record["reason"] for record in found if "reason" in record}
-    assert reasons == {"crash": "the worker ended with exit code 9", "hang": "no result within 2 s"}
-    late = list(kernels.one_by_one(jobs, worker.Options(), time.monotonic() - 1))
-    assert {record["reason"] for record in late} == {"the minutes of this run were over"}
+    lost = {"crash": pool.Lost("the worker ended with exit code 9"),
+            "hang": pool.Lost("no result within 2 s")}
+    for count in (1, 3):
+        found = list(pool.work(jobs, worker.Options(), count, time.monotonic() + 60))
+        assert count > 1 or [job for job, _ in found] == jobs
+        assert {job["op"]: answer for job, answer in found} == {
+            job["op"]: lost.get(job["op"], job) for job in jobs}
+    late = list(pool.work(jobs, worker.Options(), 1, time.monotonic() - 1))
+    assert [answer for _, answer in late] == [pool.Lost(pool.OVER, guilty=False)] * len(jobs)
+    shape = {"rows": 1, "width": 5120}
+    for answer, status in ((pool.Lost("why"), "failed"), (pool.Lost("why", guilty=False), "not_measured")):
+        record = kernels.unmeasured({"op": "norm.rms", "shape": shape}, worker.Options(), answer)
+        assert record["status"] == status and record["reason"] == "why"
 
 
 WARM = """
 import json, sys, time
-order = json.load(sys.stdin)
-assert order["options"]["warm"]
-for name in ("kernel", "peer"):
-    for job in order["jobs"]:
-        print(json.dumps(f"{job['op']} {name}"), flush=True)
-        if job["op"] == "slow": time.sleep(60)
+assert json.loads(sys.stdin.readline())["work"] == "warm"
+for job in map(json.loads, sys.stdin):
+    if job["op"] == "slow" and job["turn"] == "public": time.sleep(60)
+    print(json.dumps([f"{job['op']} {job['turn']}"]), flush=True)
 """
 
 
 def test_peers_that_did_not_run_while_compiling_are_not_waited_for_later(monkeypatch):
-    monkeypatch.setattr(kernels, "start", lambda **_: subprocess.Popen([sys.executable, "-c", WARM], **PIPES))
-    jobs = [{"op": op, "shape": {}} for op in ("quick", "slow", "quick")]
+    monkeypatch.setattr(pool, "start", lambda: subprocess.Popen([sys.executable, "-c", WARM], **PIPES))
+    jobs = [{"op": op, "shape": {"rows": rows}} for rows in (1, 2) for op in ("quick", "slow")]
     ready = kernels.warm_up(jobs, worker.Options(), time.monotonic() + 3)
-    assert set(ready) == {"quick kernel", "quick peer", "slow kernel"}
+    assert set(ready) == {"quick public", "quick own", "slow own"}
     (peer,) = peers.of("dspark.markov")
     assert peer.header()["reason"] is None and peer.header([f"dspark.markov {peer.name}"])["reason"] is None
     assert "while there was time to compile" in peer.header(ready)["reason"]
@@ -158,9 +164,10 @@ def test_warming_up_runs_everything_once(monkeypatch):
     bad = peers.Peer("norm.rms", ("torch",), "bad", lambda *args: 1 / 0)
     good = peers.Peer("norm.rms", ("torch",), "good", lambda *args: lambda: ran.append("peer"))
     monkeypatch.setattr(peers, "PEERS", [bad, good])
-    jobs = [{"op": "norm.rms", "shape": {"rows": rows, "width": 32}} for rows in (2, 3)]
-    names = list(worker.warm(jobs, worker.Options(compile=False)))
-    assert names[-2:] == ["norm.rms torch: good"] * 2 and ran == ["kernel", "kernel", "peer", "peer"]
+    job, options = {"op": "norm.rms", "shape": {"rows": 2, "width": 32}}, worker.Options(compile=False)
+    assert worker.warm(job | {"turn": "own"}, options) == ["norm.rms kernel", "norm.rms eager"]
+    assert worker.warm(job | {"turn": "public"}, options) == ["norm.rms torch: good"]
+    assert ran == ["kernel", "peer"]
 
 
 # ---- floors and timing -------------------------------------------------------------------------------------
@@ -280,8 +287,63 @@ def test_a_kernel_that_raises_is_a_line_and_a_peer_that_raises_a_reason(monkeypa
     monkeypatch.setattr(worker, "environment", lambda: {"gpu": None})
     monkeypatch.setattr(worker, "on_gpu", lambda *_: broken(*_[:4]))
     monkeypatch.setattr(ops.Op, "implementation", lambda self, name: None)
-    failed = worker.run("norm.rms", SHAPE, worker.Options())
+    failed = worker.run({"op": "norm.rms", "shape": SHAPE}, worker.Options())
     assert failed["status"] == "failed" and failed["reason"] == "RuntimeError: no such instruction"
+
+
+# ---- tuning ------------------------------------------------------------------------------------------------
+
+def test_the_fastest_right_configuration_is_taken_and_read_back(monkeypatch, tmp_path):
+    slow, fast, wrong, large = {"ms": 3.0}, {"ms": 0.1}, {"ms": 0.0}, {"ms": -1}
+
+    def function(x, gain_D, eps, dtype):
+        config = common.tuned("norm.rms", (len(x), x.shape[1]), slow)
+        if config == large:
+            raise RuntimeError("out of shared memory")
+        time.sleep(config["ms"] / 1e3)
+        return x * 2 if config == wrong else x.clone()
+
+    for one in (tune, worker):
+        monkeypatch.setattr(one, "device", Stopwatch)
+    monkeypatch.setattr(timing, "alive", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tune, "candidates", lambda: {"norm.rms": (slow, fast, wrong, large)})
+    monkeypatch.setattr(ops.Op, "implementation", lambda *_: ops.Implementation("triton", function))
+    job = {"op": "norm.rms", "shape": {"rows": 8, "width": 64}}
+    assert tune.run(job | {"part": 0}, worker.Options()) == {"sizes": [], "failed": []}
+    found = tune.run(job, worker.Options())
+    (size,) = found["sizes"]
+    assert size["key"] == [8, 64] and size["config"] == fast and size["us"] < size["default_us"]
+    assert "beside the default" in found["failed"][0] and "out of shared memory" in found["failed"][1]
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(common, "TUNED", tmp_path / "tuned.json")
+    monkeypatch.setattr(common, "INTERPRET", False)
+    common.TUNED.write_text('{"A": {"b": {"sizes": []}}, "NVIDIA H200": {"c": {"sizes": []}}}')
+    tune.write({size.pop("kernel"): [size]}, common.TUNED)
+    table = json.loads(common.TUNED.read_text())
+    assert set(table["NVIDIA H200"]) == {"c", "norm.rms"} and set(table) == {"A", "NVIDIA H200"}
+    assert table["NVIDIA H200"]["norm.rms"].keys() == {"date", "driver", "torch", "triton", "commit", "sizes"}
+    for cached in (common._tables, common._measured):
+        cached.cache_clear()
+    keys = (1, 64), (5000, 64), (8, 65)
+    assert [common.tuned("norm.rms", key, slow) for key in keys] == [fast, fast, slow]
+    for cached in (common._tables, common._measured):
+        cached.cache_clear()
+
+
+def test_the_table_holds_configurations_that_the_kernels_know():
+    table = json.loads(common.TUNED.read_text())
+    for name, kernel in ((name, kernel) for gpu in table.values() for name, kernel in gpu.items()):
+        words = {tuple(config) for config in tune.candidates()[name]}
+        assert {tuple(size["config"]) for size in kernel["sizes"]} <= words, f"measure {name} again"
+
+
+def test_every_candidate_has_the_words_of_its_kernel():
+    for name, configs in tune.candidates().items():
+        assert len({tuple(config) for config in configs}) == 1 and 4 <= len(configs) <= 12, name
+        assert len({str(config) for config in configs}) == len(configs), f"{name} has one twice"
+        assert name.split("/")[0] in all_cases(), f"{name} belongs to no op"
 
 
 # ---- peers -------------------------------------------------------------------------------------------------
