@@ -1,4 +1,4 @@
-"""Mixture of experts but for its products: router, plan, permutation, activation, combination.
+"""Mixture of experts but for its products (experts.py): router, plan, permutation, activation, combination.
 
 Idea
     router    logits[T, E] = x W^T, cut into tiles of tokens x experts x a part of K, so that one token keeps
@@ -39,6 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import dskit.kernels.experts  # noqa: F401 - registers moe.experts, which builds on this file
 from dskit import ops
 from dskit.kernels.common import (
     cdiv,
@@ -428,8 +429,9 @@ def _permute_kernel(x_ptr, weight_ptr, place_ptr, row_ptr, row_weight_ptr, D, st
 
 
 @triton.jit
-def _combine_kernel(y_ptr, place_ptr, shared_ptr, out_ptr, D, stride_y, stride_shared, J: tl.constexpr,
-                    BLOCK_D: tl.constexpr):
+def _combine_kernel(y_ptr, place_ptr, shared_ptr, rows_ptr, out_ptr, D, stride_y, stride_shared,
+                    J: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A token's piece; rows from `rows` on, of experts that are held elsewhere, count for nothing."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
@@ -437,7 +439,10 @@ def _combine_kernel(y_ptr, place_ptr, shared_ptr, out_ptr, D, stride_y, stride_s
         row = t * J + j
         if place_ptr is not None:
             row = tl.load(place_ptr + row)
-        total += ld(y_ptr + row * stride_y + d, d < D)
+        width = D
+        if rows_ptr is not None:
+            width = tl.where(row < tl.load(rows_ptr), D, 0)
+        total += ld(y_ptr + row * stride_y + d, d < width)
     if shared_ptr is not None:
         total += ld(shared_ptr + t * stride_shared + d, d < D)
     tl.store(out_ptr + t * D + d, narrow(total, out_ptr.dtype.element_ty), mask=d < D)
@@ -462,14 +467,15 @@ def _spread(x_TD: Tensor, weight_TJ: Tensor | None, place_TJ: Tensor) -> tuple[T
     return rows, row_weight
 
 
-def _collect(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _collect(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dtype: torch.dtype,
+             rows: Tensor | None = None) -> Tensor:
     R, D = y_RD.shape
     T, J = (1, R) if place_TJ is None else place_TJ.shape
     y, shared = rows_of(y_RD), None if shared_TD is None else rows_of(shared_TD)
     out = torch.empty(T, D, dtype=dtype, device=y.device)
     grid, piece, warps = _pieces("moe.combine", T, D, J)
     if out.numel():
-        _combine_kernel[grid](y, place_TJ, shared, out, D, y.stride(0),
+        _combine_kernel[grid](y, place_TJ, shared, rows, out, D, y.stride(0),
                               0 if shared is None else shared.stride(0), J, piece, num_warps=warps)
     return out
 

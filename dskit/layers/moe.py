@@ -20,7 +20,7 @@ Errors: none of its own.
 Numerics: router in float32; the weighted activation is rounded once, then again to e4m3 for w2; experts add
 up in float32 in slot order.
 Kernel: kernels/moe.py (moe.gate, moe.route, moe.plan, moe.permute, moe.swiglu, moe.swiglu_quantize,
-moe.combine)
+moe.combine), kernels/experts.py (moe.experts)
 Source: model.md 3.11, 6.2; config fields n_routed_experts, num_experts_per_tok, swiglu_limit.
 """
 
@@ -125,8 +125,15 @@ def combine(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dty
 
 @ops.op("moe.experts")
 def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor | None, w13: Experts,
-            w2: Experts, limit: float, numerics: Numerics) -> Tensor:
-    """Sum of each token's experts and of the shared expert's answer, [T, D]. x_TD is rounded already."""
+            w2: Experts, limit: float, numerics: Numerics, part: tuple[int, int] | None = None) -> Tensor:
+    """Sum of each token's experts and of the shared expert's answer, [T, D]. x_TD is rounded already.
+
+    part = (first, of how many): w13 and w2 hold only the experts from `first` on; the share of others is 0.
+    """
+    if part is not None:
+        local = topk_TJ - part[0]
+        held = (local >= 0) & (local < w13.experts)
+        topk_TJ, weight_TJ = local.where(held, 0), weight_TJ.where(held, 0)
     if x_TD.shape[0] == 1:  # a token alone: its rows are in slot order, and nothing is gained by sorting
         expert, place = topk_TJ[0], None
         rows, weight = x_TD.expand(topk_TJ.shape[1], -1), weight_TJ[0]

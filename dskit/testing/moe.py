@@ -1,4 +1,4 @@
-"""Cases of the ops in layers/moe.py, but for the products.
+"""Cases of the ops in layers/moe.py.
 
 Idea
     A choice between scores that lie closer than a sum in float32 is exact differs by luck, so a row whose
@@ -16,11 +16,14 @@ Source
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dskit import ops
+from dskit.layers.linear import Experts, Numerics, quantize
 from dskit.testing import Cases, Maker, Shape
 
 ROWS = (1, 32, 128, 512, 4096)
@@ -155,6 +158,65 @@ SWIGLU_EDGES = (
 SWIGLU_FROZEN = tuple({"rows": J * T, "inner": I} for T in ROWS)
 
 
+# ---- experts -----------------------------------------------------------------------------------------------
+
+def _numerics(shape: Shape) -> Numerics:
+    return Numerics("release", torch.bfloat16, torch.bfloat16, f"fp8_{shape.get('group', 32)}", "fp8_32",
+                    held=torch.bfloat16)
+
+
+def _stack(shape: Shape, maker: Maker, outputs: int, inputs: int) -> Experts:
+    """Experts with codes of any bits and scales for results near one; `extreme`: scales 2^-50 .. 2^10."""
+    E, fmt, block = shape["experts"], shape.get("fmt", "fp4"), (shape.get("block", 32),) * 2
+    with torch.device("meta"):
+        stack = Experts(E, inputs, outputs, _numerics(shape), fmt=fmt, block=block)
+    if fmt == "bf16":
+        weight, scale = maker.normal(E, outputs, inputs, scale=inputs**-0.5), None
+    elif fmt == "fp4":
+        weight = maker.uniform(E, outputs, inputs // 2, high=256, dtype=torch.uint8).view(torch.int8)
+        scale = (E, outputs, inputs // 32)
+    else:
+        weight = maker.uniform(E, outputs, inputs, low=-448, high=448, dtype=torch.float8_e4m3fn)
+        scale = (E, -(-outputs // block[0]), inputs // block[1])
+    if scale is not None:
+        centre = 127 - round(math.log2(inputs) / 2) - (1 if fmt == "fp4" else 8)
+        low, high = (77, 137) if shape.get("extreme") else (centre - 2, centre + 2)
+        scale = maker.uniform(*scale, low=low, high=high, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    stack.weight, stack.scale = (None if t is None else nn.Parameter(t, requires_grad=False)
+                                 for t in (weight, scale))
+    return stack
+
+
+def _experts(shape: Shape, maker: Maker) -> tuple:
+    T, width, inner, k = (shape[name] for name in ("rows", "width", "inner", "k"))
+    numerics, total = _numerics(shape), shape.get("total", shape["experts"])
+    topk = _topk({**shape, "experts": total}, maker)
+    x = quantize.reference(maker.normal(T, width), numerics.activation_format, torch.bfloat16)
+    shared = None if shape.get("no_shared") else maker.normal(T, width)
+    w13, w2 = _stack(shape, maker, 2 * inner, width), _stack(shape, maker, width, inner)
+    part = (shape["first"], total) if "total" in shape else None
+    return x, topk, maker.uniform(T, k), shared, w13, w2, 10.0, numerics, part
+
+
+def _met(shape: Shape) -> float:
+    """Experts held here that at least one token meets, on average."""
+    return shape["experts"] * (1 - (1 - shape["k"] / shape.get("total", shape["experts"])) ** shape["rows"])
+
+
+EXPERT_EDGES = (
+    {"rows": 0, "width": 128, "experts": 4, "k": 2, "inner": 128},
+    {"rows": 1, "width": 256, "experts": 5, "k": 2, "inner": 128},
+    {"rows": 3, "width": 128, "experts": 4, "k": 2, "inner": 128, "extreme": 1},
+    {"rows": 19, "width": 128, "experts": 3, "k": 1, "inner": 128, "one": 1, "no_shared": 1},
+    {"rows": 5, "width": 128, "experts": 3, "k": 3, "inner": 128, "fmt": "fp8", "group": 64},
+    {"rows": 2, "width": 128, "experts": 2, "k": 2, "inner": 128, "fmt": "fp8", "block": 128, "group": 128},
+    {"rows": 3, "width": 64, "experts": 3, "k": 2, "inner": 96, "fmt": "bf16"},
+    {"rows": 4, "width": 128, "experts": 2, "k": 3, "inner": 128, "first": 3, "total": 7},
+    {"rows": 1, "width": 128, "experts": 2, "k": 2, "inner": 128, "first": 2, "total": 4},
+)
+EXPERT_FROZEN = tuple({"rows": T, "width": D, "experts": E, "k": J, "inner": I} for T in ROWS)
+
+
 CASES = [
     Cases("moe.route", _route, "XF", ROUTE_EDGES, tuple({"rows": T, "experts": E, "k": J} for T in ROWS),
           nbytes=lambda s: s["rows"] * (4 * s["experts"] + 12 * s["k"]) + 4 * s["experts"],
@@ -174,4 +236,7 @@ CASES = [
     Cases("moe.swiglu_quantize", _swiglu_quantize, "Q",
           (*SWIGLU_EDGES, {"rows": 2, "inner": 256, "group": 128}), SWIGLU_FROZEN, rounds=True, grads=(0, 1),
           nbytes=lambda s: s["rows"] * (6 * s["inner"] + 4), flop=lambda s: 40 * s["rows"] * s["inner"]),
+    Cases("moe.experts", _experts, "G", EXPERT_EDGES, EXPERT_FROZEN, rounds=True, peak="bf16",
+          nbytes=lambda s: int(_met(s) * 3 * s["width"] * s["inner"] * 17 / 32 + 6 * s["rows"] * s["width"]),
+          flop=lambda s: 6 * s["rows"] * s["k"] * s["width"] * s["inner"]),
 ]
