@@ -158,11 +158,10 @@ def measure(jobs: list[Record], args: Any) -> Iterator[Record]:
                              mode=None if args.quick else "max-autotune-no-cudagraphs",
                              replays=7 if args.quick else 20, constants=args.machine,
                              every_edge=not args.quick)
-    several = torch.cuda.is_available() and len({job["op"] for job in jobs}) > 3
-    if several and options.time:
+    if torch.cuda.is_available() and options.time:
         until = time.monotonic() + min(900, 0.4 * (end - time.monotonic()))
         options = replace(options, ready=warm_up(jobs, options, until))
-    count = min(COMPARING, pool.cores()) if several and not options.time else 1
+    count = min(COMPARING, pool.cores()) if torch.cuda.is_available() and not options.time else 1
     found = []
     for job, answer in pool.work(jobs, options, count, end):
         found.append(unmeasured(job, options, answer) if isinstance(answer, pool.Lost) else answer)

@@ -46,6 +46,7 @@ from dskit.testing import Cases, Maker, Shape, all_cases, judge, outputs, relati
 
 SCHEMA = "dskit.bench.kernel/1"
 LOST = 75
+WAITS = (2, 5, 10, 20)  # seconds until another try when memory is full
 NOT_TIMED = "compared with the reference only (--no-time)"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.uint8: "u8",
          torch.float8_e4m3fn: "fp8", torch.int64: "i64", torch.int32: "i32", torch.complex64: "c64"}
@@ -189,7 +190,7 @@ def interpreted(name: str, seed: int, every_edge: bool) -> Record:
 def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, options: Options,
            record: Record) -> None:
     """Fill the record: check, then time kernel, peers, eager and compiled reference in turn."""
-    args = cases.make(shape, Maker(device().kind, options.seed, on_device=True))
+    args = made(cases, shape, options)
     record["dtype"] = "+".join(dict.fromkeys(NAMES.get(t.dtype, str(t.dtype)[6:]) for t in tensors(args)))
     record["reason"] = implementation.why_not(args, {})
     if record["reason"]:
@@ -220,6 +221,17 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
         record |= {"status": "failed", "reason": race.failed["kernel"]}
     else:
         fill(record, race, *race.run(options.replays), options.replays)
+
+
+def made(cases: Cases, shape: Shape, options: Options) -> tuple:
+    """Arguments of a call; while others fill the GPU's memory side by side, it waits for its turn."""
+    for wait in WAITS:
+        try:
+            return cases.make(shape, Maker(device().kind, options.seed, on_device=True))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            time.sleep(wait)
+    return cases.make(shape, Maker(device().kind, options.seed, on_device=True))
 
 
 def right(cases: Cases, args: tuple, record: Record) -> tuple[Tensor, ...] | None:
@@ -283,7 +295,7 @@ def warm(job: Record, options: Options) -> list[str]:
     name, shape = job["op"], job["shape"]
     try:
         implementation = ops.find(name).implementation("triton")
-        args = all_cases()[name].make(shape, Maker(device().kind, options.seed, on_device=True))
+        args = made(all_cases()[name], shape, options)
         refused = implementation.why_not(args, {})
     except Exception as error:
         refused = timing.said(error)

@@ -59,14 +59,16 @@ class Maker:
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0,
                 dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values between low and high."""
+        """Values between low and high; integers, if of such a dtype, below high."""
+        if not dtype.is_floating_point:
+            return self.integers(int(high), *shape, low=int(low), dtype=dtype)
         drawn = torch.rand(shape, generator=self.generator, device=self.source)
-        return (drawn * (high - low) + low).to(self.device, dtype)
+        return drawn.mul_(high - low).add_(low).to(self.device, dtype)
 
     def integers(self, high: int, *shape: int, low: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
         """Integers in [low, high)."""
-        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.source)
-        return drawn.to(self.device, dtype)
+        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.source, dtype=dtype)
+        return drawn.to(self.device)
 
     def distinct(self, high: int, count: int) -> Tensor:
         """`count` different integers below `high`, int64."""
