@@ -1,9 +1,11 @@
-"""Every op's kernel once, for a tool that watches a process: `python -m tests.kernels.once` prints each name.
+"""A stem's kernels once each, for a tool that watches a process: `python -m tests.kernels.once moe`.
 
 The last edge shape of each case table is run; backward too, where there is one.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -11,10 +13,12 @@ from dskit import ops
 from dskit.testing import Maker, all_cases, outputs
 
 
-def main() -> None:
-    """Run all, waiting for each, so that what the tool says follows the name of the op."""
+def main(stem: str) -> None:
+    """Run a stem's ops, waiting for each, so that what the tool says follows the name of the op."""
     ops.load_all()
     for name, cases in all_cases().items():
+        if not name.startswith(f"{stem}."):
+            continue
         try:
             implementation = ops.find(name).implementation("triton")
         except ops.UnknownImplementation:
@@ -32,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
