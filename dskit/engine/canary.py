@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -62,7 +63,7 @@ class Canary:
         forks = Counter(chunk.origin for chunk in plan.chunks)
         for chunk in plan.chunks:
             # a fork has no rows; a sequence that ended in an error never knew its last token
-            if chunk.origin is None and chunk.stop <= len(chunk.seq.tokens):
+            if chunk.origin is None and chunk.stop <= len(chunk.tokens):
                 self._read(chunk)
                 self._write(chunk, 1 + forks[chunk])
 
@@ -103,7 +104,7 @@ class Canary:
 
     def _read(self, chunk: Chunk) -> None:
         seq, size = chunk.seq, self.cfg.block_size
-        history = self._history(seq, chunk.stop)
+        history = self._history(chunk)
         blocks = seq.blocks[: -(-chunk.fresh // size)]
         held = self.blocks[blocks].reshape(-1)[: chunk.fresh]
         wrong = np.flatnonzero(held != history[: chunk.fresh])
@@ -115,7 +116,7 @@ class Canary:
         self._require(not stale, f"{self._name(seq)} read stale windows at positions {stale[:4]}")
 
     def _write(self, chunk: Chunk, most: int) -> None:
-        seq, size, history = chunk.seq, self.cfg.block_size, self._history(chunk.seq, chunk.stop)
+        seq, size, history = chunk.seq, self.cfg.block_size, self._history(chunk)
         for at in range(chunk.fresh // size, -(-chunk.stop // size)):
             block, first, stop = seq.blocks[at], max(chunk.fresh, at * size), min(chunk.stop, (at + 1) * size)
             own = self.scheduler.blocks.holders(block) <= most
@@ -125,15 +126,13 @@ class Canary:
             rows = range(max(chunk.start, stop - self.ring), stop)
             self.rings.setdefault(slot, {}).update({p % self.ring: int(history[p]) for p in rows})
 
-    def _history(self, seq: Sequence, stop: int) -> np.ndarray:
-        """Fingerprints of a sequence's beginnings: of one token, of two, ... up to `stop`."""
+    def _history(self, chunk: Chunk) -> np.ndarray:
+        """Fingerprints of a sequence's beginnings: of one token, of two, ... up to the chunk's last."""
+        seq = chunk.seq
         known = self.histories.get(seq, np.zeros(0, dtype=np.uint64))
-        last, new = int(known[-1]) if len(known) else 1, []
-        for token in seq.tokens[len(known) : stop]:
-            last = (last * 1000003 + token + 7) % PRIME
-            new.append(last)
-        self.histories[seq] = np.concatenate((known, np.array(new, dtype=np.uint64)))
-        return self.histories[seq]
+        sure = chunk.stop - len(chunk.drafts)  # what is only guessed is not kept
+        self.histories[seq] = known = _extended(known, seq.tokens[len(known) : sure])
+        return _extended(known, chunk.drafts)
 
     def _name(self, seq: Sequence) -> str:
         return f"request {seq.request.request_id} (slot {seq.slot})"
@@ -144,3 +143,12 @@ class Canary:
         if self.cfg.canary == "raise":
             raise CanaryError(message)
         logger.error("canary: %s", message)
+
+
+def _extended(known: np.ndarray, tokens: Iterable[int]) -> np.ndarray:
+    """Fingerprints, and those of so many tokens more."""
+    last, new = int(known[-1]) if len(known) else 1, []
+    for token in tokens:
+        last = (last * 1000003 + token + 7) % PRIME
+        new.append(last)
+    return np.concatenate((known, np.array(new, dtype=np.uint64)))

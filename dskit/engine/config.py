@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from dskit.config import ModelConfig
 from dskit.engine.pools import backtrack
+from dskit.engine.spec import StepCost
 
 
 class EngineConfigError(ValueError):
@@ -54,10 +55,25 @@ class EngineConfig:
     """Rows before the new ones from which windows are rebuilt; None: the window."""
     num_snapshots: int | None = None
     """Snapshots kept for exact prefixes; None: four per sequence."""
+    speculate: str | None = None
+    """Let a draft guess ahead: "off", "static" (verify every guess), "scheduled" (those worth a row, by the
+    draft's confidence and `step_cost`; without one every guess); None: static where the model has a draft."""
+    accept: str = "coupled"
+    """Which guesses hold: "coupled" (those that would be drawn without a draft: the same tokens for the same
+    seed), "rejection" (more of them; the text follows the model's law, but depends on how guesses fell)."""
+    step_cost: StepCost | None = None
+    """Milliseconds of a step by its rows, as `dskit bench spec` measures them."""
+    draft_temperatures: tuple[float, ...] | None = None
+    """What the draft's confidences are divided by, as `dskit bench spec` fits them."""
     canary: str = "off"
     """Check every step's reads and writes against a shadow of the caches: "off", "log", "raise"."""
     sliding_window: int | None = None
     """The model's window; no setting, `of` fills it in."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft guesses ahead."""
+        return self.speculate in ("static", "scheduled")
 
     @classmethod
     def of(cls, model: ModelConfig, **settings) -> EngineConfig:
@@ -87,6 +103,7 @@ class EngineConfig:
             replay_tokens=cfg.replay_tokens or window,
             sliding_window=window,
             num_snapshots=(cfg.num_snapshots or 4 * cfg.max_num_seqs) if exact else 0,
+            speculate=cfg.speculate or ("static" if model.num_nextn_predict_layers else "off"),
         )
         cfg._check(model, ratios)
         return cfg
@@ -95,6 +112,13 @@ class EngineConfig:
         """The rules between settings; raises EngineConfigError."""
         if self.canary not in ("off", "log", "raise"):
             raise EngineConfigError(f"canary is {self.canary!r}; choose off, log or raise")
+        if self.speculate not in ("off", "static", "scheduled"):
+            raise EngineConfigError(f"speculate is {self.speculate!r}; choose off, static or scheduled")
+        if self.speculate != "off" and not model.num_nextn_predict_layers:
+            raise EngineConfigError(f"speculate is {self.speculate!r}, but this model has no draft (mtp.*); "
+                                    "use 'off'")
+        if self.accept not in ("rejection", "coupled"):
+            raise EngineConfigError(f"accept is {self.accept!r}; choose rejection or coupled")
         if not self.queue_timeout > 0:
             raise EngineConfigError(f"queue_timeout is {self.queue_timeout!r}; it must be seconds above 0")
         if not 2 <= self.max_model_len <= model.max_position_embeddings:

@@ -121,6 +121,7 @@ class LLM:
             num_slots=cfg.max_num_seqs + cfg.num_snapshots,
             replay=cfg.replay,
             keep=cfg.keep_tokens,
+            drafts=cfg.drafts,
         )
         defaults = self.tokenizer.generation
         eos = defaults.get("eos_token_id", model.config.eos_token_id)

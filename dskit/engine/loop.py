@@ -39,6 +39,7 @@ import torch
 from dskit.engine import sampler
 from dskit.engine.canary import Canary
 from dskit.engine.config import EngineConfig
+from dskit.engine.draft import Drafter
 from dskit.engine.runner import Work
 from dskit.engine.scheduler import Scheduler
 from dskit.engine.seq import (
@@ -208,6 +209,7 @@ class Engine:
         self._flights: deque[Flight] = deque()  # oldest first; at most two, one between two steps
         threaded = cfg.overlap and not runner.asynchronous
         self._device = ThreadPoolExecutor(1, "dskit-device") if threaded else Inline()
+        self._drafter = Drafter(runner, cfg.accept) if cfg.drafts else None
         self._canary = Canary(cfg, self.scheduler) if cfg.canary != "off" else None
         self._records: deque[StepRecord] = deque(maxlen=4096)
         self._hand = 0.0, 0.0, 0.0  # seconds of plan, launch and wait of a step by hand
@@ -326,7 +328,7 @@ class Engine:
             self._empty_inbox()
             self._land_all()
             self._device.shutdown()
-            self.runner = None
+            self.runner = self._drafter = None
 
     @property
     def driven_elsewhere(self) -> bool:
@@ -449,7 +451,7 @@ class Engine:
     def _sample(self, flight: Flight) -> None:
         """Let the device choose the tokens of a step."""
         runner = self.runner if self.cfg.overlap else None
-        flight.tokens = self._device.submit(_outputs, flight.plan, flight.logits, runner)
+        flight.tokens = self._device.submit(_outputs, flight.plan, flight.logits, runner, self._drafter)
 
     def _result(self, flight: Flight) -> StepResult:
         """Wait for a step."""
@@ -622,9 +624,9 @@ class Engine:
 
 def _work(c: Chunk) -> Work:
     """What the runner needs to know of a chunk."""
-    s = c.seq
+    s, want = c.seq, "all" if c.drafts else c.want
     return Work(
-        s.slot, s.blocks, s.tokens, c.start, c.stop, s.prompt_len, c.want, c.fresh, c.saves, c.unknown
+        s.slot, s.blocks, c.tokens, c.start, c.stop, s.prompt_len, want, c.fresh, c.saves, c.unknown
     )
 
 
@@ -650,7 +652,9 @@ def _check_options(priority: int, timeout: float | None, cache_salt: str) -> Non
         raise RequestError(f"timeout is {timeout!r}; it must be seconds above 0", param="timeout")
 
 
-def _outputs(plan: StepPlan, logits: Future, runner: Any | None) -> Callable[[], list]:
+def _outputs(
+    plan: StepPlan, logits: Future, runner: Any | None, drafter: Drafter | None
+) -> Callable[[], list]:
     """Start to sample, and tell the runner of the new tokens if it is to go on before they are read.
 
     The function that comes back reads one output per chunk: Sampled, a tensor, or None (StepResult).
@@ -663,12 +667,19 @@ def _outputs(plan: StepPlan, logits: Future, runner: Any | None) -> Callable[[],
         parts = dict(zip(chunks, logits_RV.split(counts), strict=True))
         scored = {c: part for c, part in parts.items() if c.want == "all"}
         logits_RV = torch.cat([logits_RV[:0], *(parts[c.origin or c] for c in last)])
-    drawn = sampler.start(logits_RV, [c.seq for c in last]) if last else None
-    if runner is not None and drawn is not None:
-        runner.publish([c.seq.slot for c in last], drawn.ids_R)
+    if not last:
+        chosen = list
+    elif drafter is not None:
+        rounds = drafter.rounds(last, logits_RV)
+        chosen = lambda: rounds  # noqa: E731
+    else:
+        drawn = sampler.start(logits_RV, [c.seq for c in last])
+        chosen = drawn.read
+        if runner is not None:
+            runner.publish([c.seq.slot for c in last], drawn.ids_R)
 
     def read() -> list:
-        found = dict(zip(last, drawn.read(), strict=True)) if drawn is not None else {}
+        found = dict(zip(last, chosen(), strict=True))
         found |= {c: _scores(part) for c, part in scored.items()}
         return [found.get(c) for c in chunks]
 

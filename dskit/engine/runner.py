@@ -17,7 +17,7 @@ Source: engine.md sections 3, 6.5, 8.1; model.md 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,7 +116,7 @@ class ModelRunner:
     """Runs one model over its own caches."""
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int, num_slots: int, replay: str = "off",
-                 keep: int | None = None, cache_storage: str | None = None):
+                 keep: int | None = None, cache_storage: str | None = None, drafts: bool = False):
         self.model, self.config, self.block_size = model, model.config, block_size
         self.graphs = None  # captured steps, with a `recapture`; this version runs eagerly
         self.num_blocks, self.num_slots = num_blocks, num_slots
@@ -130,7 +130,8 @@ class ModelRunner:
             self._check_replay()
         self.memory = pools.allocate(self.config, model.numerics, num_blocks=num_blocks,
                                      block_size=block_size, num_slots=num_slots, device=self.device,
-                                     cache_storage=cache_storage)
+                                     drafts=drafts, cache_storage=cache_storage)
+        self.rows_per_round = 1 + self.config.dspark_block_size if drafts else 1  # of a decoding sequence
 
     def _check_replay(self) -> None:
         need = self.config.sliding_window + pools.backtrack(self.config)
@@ -151,8 +152,37 @@ class ModelRunner:
         """
         if copies:
             self._copy(copies)
-        with ops.step("decode" if all(w.stop - w.start == 1 for w in work) else "prefill"):
+        with ops.step("decode" if all(w.stop - w.start <= self.rows_per_round for w in work) else "prefill"):
             return self.model(self.step(work), self.memory)
+
+    @torch.inference_mode()
+    def propose(self, slots: list[int], starts: list[int], newest: list[int],
+                pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the draft says follows the newest token of each slot, which stands at `starts`.
+
+        Gives tokens [B, G], the logits [B, G, V] that `pick` drew them from, and logits [B, G] of the
+        confidence in each. The caches stay as they are.
+        """
+        step = self._block(np.array(slots), np.array(starts), np.array(newest))
+        with ops.step("decode"):
+            return self.model.draft(step, self.memory, (len(slots), self.config.dspark_block_size), pick)
+
+    def _block(self, slots: np.ndarray, starts: np.ndarray, newest: np.ndarray) -> Step:
+        """Rows [newest token, noise ...] of each slot; all see the window before them and the whole block."""
+        config, ring = self.config, pools.window_ring(self.config)
+        B, G = len(slots), config.dspark_block_size
+        before = starts[:, None] + np.arange(-config.sliding_window, 0)
+        history = np.where(before < 0, 0, slots[:, None] * ring + before % ring)
+        seen = np.where(before < 0, -1, np.arange(before.size).reshape(before.shape))
+        own = before.size + np.arange(B * G).reshape(B, G)
+        read = np.repeat(np.concatenate((seen, own), axis=1), G, axis=0)
+        nothing = np.empty(0, dtype=np.int64)
+        plan = RingPlan(*(_put(a, self.device) for a in (read, history.ravel(), nothing, nothing)))
+        ids = np.full((B, G), config.dspark_noise_token_id)
+        ids[:, 0] = newest
+        pos = _put((starts[:, None] + np.arange(G)).ravel(), self.device)
+        return Step(_put(ids.ravel(), self.device), pos, {False: turns(pos, self.model.frequency_0)},
+                    (plan, plan))
 
     def publish(self, slots: list[int], ids: Tensor) -> None:
         """Note the newest token of each slot, for steps that are planned before it is known."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.engine.host import Fetch, send
-from dskit.engine.seq import GREEDY_BELOW, Sampled, SamplingParams, Sequence
+from dskit.engine.seq import GREEDY_BELOW, Ahead, Sampled, SamplingParams, Sequence
 
 MASK64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -68,24 +68,51 @@ class Drawn:
         return out
 
 
-def sample(logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
+def sample(logits_RV: Tensor, seqs: list[Sequence | Ahead]) -> list[Sampled]:
     """Choose the next token of every sequence, row i for seqs[i]."""
     return start(logits_RV, seqs).read()
 
 
-def start(logits_RV: Tensor, seqs: list[Sequence]) -> Drawn:
-    """`sample` without waiting for the device."""
+def start(logits_RV: Tensor, seqs: list[Sequence | Ahead], ids: Tensor | None = None) -> Drawn:
+    """`sample` without waiting for the device; `ids`: tokens that have been chosen already."""
     if len(logits_RV) != len(seqs):
         raise ValueError(f"{len(seqs)} sequences wait for a token, but the runner gave {len(logits_RV)} rows")
     finite = logits_RV.sum(-1)  # as soon as one logit of the row is not, the sum is not
-    ids = _choose(logits_RV, seqs)
+    if ids is None:
+        ids = choose(logits_RV, seqs)
     scored = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
     scores = [t for i in scored for t in _logprobs(logits_RV[i], ids[i], seqs[i].params.logprobs)]
     return Drawn(ids, Fetch([ids, finite, *scores]), scored)
 
 
-def _choose(logits_RV: Tensor, seqs: list[Sequence]) -> Tensor:
-    """Edit where a request asks for it, then draw: ids_R on the device of the logits."""
+def choose(logits_RV: Tensor, seqs: list[Sequence | Ahead]) -> Tensor:
+    """Edit where a request asks for it, filter and draw: ids_R on the device of the logits."""
+    logits_RV, params = _edited(logits_RV, seqs), [seq.params for seq in seqs]
+    if all(p.greedy for p in params):
+        return logits_RV.argmax(-1)
+    u_R = [uniform(seq.seed, seq.position) for seq in seqs]
+    temperature_R, top_p_R, min_p_R, top_k_R, u_R = _columns(params, logits_RV.device, u_R)
+    return draw(logits_RV, temperature_R, top_k_R.long(), top_p_R, min_p_R, u_R)
+
+
+def allowed(logits_RV: Tensor, seqs: list[Sequence | Ahead]) -> Tensor:
+    """Logits as they are drawn from, but for the temperature: edited, minus infinity for what is filtered."""
+    logits_RV, params = _edited(logits_RV, seqs), [seq.params for seq in seqs]
+    if not any(p.filters for p in params):
+        return logits_RV
+    temperature_R, top_p_R, min_p_R, top_k_R = _columns(params, logits_RV.device)
+    probs_RV = _filtered(_probabilities(logits_RV, temperature_R), top_k_R, top_p_R, min_p_R)
+    return logits_RV.masked_fill((probs_RV == 0) & ~_greedy(temperature_R)[:, None], -math.inf)
+
+
+def choose_allowed(logits_RV: Tensor, seqs: list[Sequence | Ahead], u_R: list[float]) -> Tensor:
+    """Draw with the numbers u from logits that `allowed` gave."""
+    temperature_R, *_, u_R = _columns([seq.params for seq in seqs], logits_RV.device, u_R)
+    none = torch.zeros_like(u_R)
+    return draw(logits_RV, temperature_R, none.long(), none + 1, none, u_R)
+
+
+def _edited(logits_RV: Tensor, seqs: list[Sequence | Ahead]) -> Tensor:
     edited = [i for i, seq in enumerate(seqs) if seq.params.edits_logits]
     if edited:
         logits_RV = logits_RV.clone()
@@ -93,19 +120,14 @@ def _choose(logits_RV: Tensor, seqs: list[Sequence]) -> Tensor:
         row_V = logits_RV[i].double()
         _edit(row_V, seqs[i])
         logits_RV[i] = row_V
-    params = [seq.params for seq in seqs]
-    if all(p.greedy for p in params):
-        return logits_RV.argmax(-1)
-    columns = [
-        [p.temperature for p in params],
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-        [uniform(seq.seed, len(seq.tokens)) for seq in seqs],
-        [p.top_k for p in params],
-    ]
-    columns = send(torch.tensor(columns, dtype=torch.float64), logits_RV.device)
-    temperature_R, top_p_R, min_p_R, u_R, top_k_R = columns
-    return draw(logits_RV, temperature_R, top_k_R.long(), top_p_R, min_p_R, u_R)
+    return logits_RV
+
+
+def _columns(params: list[SamplingParams], device: torch.device, *more: list[float]) -> Tensor:
+    """Temperature, top_p, min_p, top_k and what else there is, float64 [4 + more, R]."""
+    names = ("temperature", "top_p", "min_p", "top_k")
+    rows = [*([getattr(p, name) for p in params] for name in names), *more]
+    return send(torch.tensor(rows, dtype=torch.float64), device)
 
 
 @ops.op("sampler.draw", grad=False)
@@ -118,18 +140,20 @@ def draw(
     largest logit; top_k <= 0, top_p >= 1 and min_p = 0 take nothing away.  Of equal logits the lower id is
     the better one.  A logit of minus infinity has probability 0; each row needs one that is finite.
     """
-    greedy_R = temperature_R < GREEDY_BELOW
-    scale_R1 = temperature_R.masked_fill(greedy_R, 1)[:, None]
-    probs_RV = (logits_RV.double() / scale_R1).softmax(-1)
+    probs_RV = _probabilities(logits_RV, temperature_R)
     if bool(((top_k_R > 0) | (top_p_R < 1) | (min_p_R > 0)).any()):
-        probs_RV = _filter(
-            probs_RV,
-            top_k_R.double().masked_fill(top_k_R <= 0, math.inf)[:, None],
-            top_p_R.masked_fill(top_p_R >= 1, math.inf)[:, None],
-            min_p_R[:, None],
-        )
+        probs_RV = _filtered(probs_RV, top_k_R, top_p_R, min_p_R)
     drawn_R = inverse_cdf(probs_RV, u_R[:, None]).clamp_max(logits_RV.shape[-1] - 1)  # a row of NaN: some id
-    return torch.where(greedy_R, logits_RV.argmax(-1), drawn_R)
+    return torch.where(_greedy(temperature_R), logits_RV.argmax(-1), drawn_R)
+
+
+def _greedy(temperature_R: Tensor) -> Tensor:
+    return temperature_R < GREEDY_BELOW
+
+
+def _probabilities(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+    scale_R = temperature_R.masked_fill(_greedy(temperature_R), 1)
+    return (logits_RV.double() / scale_R[:, None]).softmax(-1)
 
 
 def _edit(row_V: Tensor, seq: Sequence) -> None:
@@ -150,16 +174,16 @@ def _edit(row_V: Tensor, seq: Sequence) -> None:
         row_V[ids] -= p.presence_penalty + p.frequency_penalty * counts
 
 
-def _filter(
-    probs_RV: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    """Zero for the tokens that a filter takes away; columns [R, 1]. The most probable token stays."""
+def _filtered(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
+    """Zero for the tokens that a filter takes away. The most probable token stays."""
+    top_k = top_k_R.double().masked_fill(top_k_R <= 0, math.inf)[:, None]
+    top_p = top_p_R.masked_fill(top_p_R >= 1, math.inf)[:, None]
     sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(probs_RV.shape[-1], device=probs_RV.device)
     sorted_RV = sorted_RV.masked_fill(rank_V >= top_k, 0)
     sorted_RV = sorted_RV / sorted_RV.sum(-1, keepdim=True)
     before_RV = sorted_RV.cumsum(-1) - sorted_RV  # the token that crosses top_p stays
-    out = (before_RV >= top_p) | (sorted_RV < min_p * sorted_RV[:, :1])
+    out = (before_RV >= top_p) | (sorted_RV < min_p_R[:, None] * sorted_RV[:, :1])
     return torch.zeros_like(probs_RV).scatter(-1, order_RV, sorted_RV.masked_fill(out & (rank_V > 0), 0))
 
 

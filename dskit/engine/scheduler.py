@@ -17,6 +17,11 @@ chunk's rows are written to both slots as they pass (`Chunk.saves`). Requests wi
 A step can be planned while another is on its way (`ahead`): each of its decode rows is then one further, and
 its token not known yet. What ends meanwhile keeps its memory until no step with its rows is on its way.
 
+With a draft a decode step has more rows of a sequence: those of guesses that a confidence-blind ("static") or
+confidence-scheduled choice lets in, as far as blocks are free for them. Only guesses that held count as
+computed; the rows behind them are overwritten before anything reads them. How many rows a step has depends on
+how many guesses held, so it is planned once the one before is booked.
+
 Shapes: plain Python data; no tensor is read here.
 State: `waiting` (by priority, then front first; at most the first one has part of its prompt in the caches),
 `running`, the tree, and the index sides of the two pools. Plans are committed in their order; `add` and
@@ -36,7 +41,18 @@ from collections.abc import Sequence as Seq
 from dskit.engine.config import EngineConfig
 from dskit.engine.pools import LEAST_BACKTRACK as SLACK
 from dskit.engine.pools import Blocks, Slots
-from dskit.engine.seq import Chunk, Copies, Sampled, Sequence, Status, StepPlan, StepResult, TokenEvent
+from dskit.engine.seq import (
+    Chunk,
+    Copies,
+    Round,
+    Sampled,
+    Sequence,
+    Status,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
+from dskit.engine.spec import early_stop, survivals
 from dskit.engine.tree import Node, PrefixTree
 
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
@@ -104,6 +120,8 @@ class Scheduler:
 
         `ahead`: a step is on its way. None then means that its results have to be booked before.
         """
+        if ahead and self.cfg.drafts:
+            return None
         due = self.decodes % self.cfg.prefill_interval == 0 or not self.running
         if ahead and due and self.waiting and self._has_room(self.waiting[0]):
             return None
@@ -266,7 +284,7 @@ class Scheduler:
     # ---- decode ------------------------------------------------------------------------------------------
 
     def _plan_decode(self, ahead: bool) -> list[Chunk] | None:
-        """One row for every running sequence; the shortest outputs get their blocks first.
+        """One row for every running sequence and its drafts; the shortest outputs get their blocks first.
 
         None when a step is on its way and a block could only be had by a preemption.
         """
@@ -283,7 +301,27 @@ class Scheduler:
                 if ahead:
                     return None
                 self._preempt(max(self.running, key=_output_length))
-        return [chunk for chunk in rows if chunk.seq.status is Status.RUNNING] if short else rows
+        rows = [chunk for chunk in rows if chunk.seq.status is Status.RUNNING] if short else rows
+        if self.cfg.drafts:
+            self._let_drafts_in(rows)
+        return rows
+
+    def _let_drafts_in(self, rows: list[Chunk]) -> None:
+        """Give chunks the drafts that are worth a row, as far as limits and free blocks allow."""
+        proposals = [chunk.seq.proposal for chunk in rows]
+        lengths = [len(p.tokens) if p else 0 for p in proposals]
+        if self.cfg.speculate == "scheduled" and self.cfg.step_cost:
+            temperatures = self.cfg.draft_temperatures
+            lengths = early_stop([survivals(p.confidence, temperatures) if p else [] for p in proposals],
+                                 self.cfg.step_cost)
+        for chunk, proposal, length in zip(rows, proposals, lengths, strict=True):
+            seq = chunk.seq
+            length = min(length, seq.limit - len(seq.tokens) - 1)  # the last token is never a draft
+            while len(seq.blocks) * self.cfg.block_size < chunk.stop + length and self._grow(seq):
+                pass
+            length = min(length, len(seq.blocks) * self.cfg.block_size - chunk.stop)
+            if length > 0:
+                chunk.drafts, chunk.stop = proposal.tokens[:length], chunk.stop + length
 
     def _grow(self, seq: Sequence) -> bool:
         """Give the sequence one more block; False when none is free."""
@@ -298,7 +336,7 @@ class Scheduler:
         self.ratio = min(1.0, (decoded + 20 * len(self.running)) / (budget + 1))
         self.running.remove(seq)
         self._release(seq)
-        seq.status, seq.num_computed = Status.WAITING, 0
+        seq.status, seq.num_computed, seq.proposal = Status.WAITING, 0, None
         seq.preemptions += 1
         self.preemptions += 1
         self.add(seq)
@@ -316,6 +354,9 @@ class Scheduler:
             if error or seq.status is finished:
                 events += self._discard(chunk, error)
                 continue
+            if isinstance(output, Round):
+                events += self._advance(chunk, output, now)
+                continue
             seq.num_computed = chunk.stop
             if chunk.stop >= seq.border:
                 self._publish(chunk)
@@ -326,6 +367,25 @@ class Scheduler:
             elif chunk.want == "all":
                 seq.logits.append(output)
                 events += [self.finish(seq, "stop")] if chunk.stop == len(seq.tokens) else []
+        return events
+
+    def _advance(self, chunk: Chunk, round: Round, now: float) -> list[TokenEvent]:
+        """Book the tokens of a step with a draft, one after the other, until one of them is the last."""
+        seq, events = chunk.seq, []
+        for held, sampled in enumerate(round.sampled):
+            seq.num_computed = chunk.stop - len(chunk.drafts) + held
+            if seq.num_computed >= seq.border:
+                self._publish(chunk)
+            events.append(self._append(seq, sampled, now))
+            if seq.status is not Status.RUNNING:
+                break
+        if chunk.drafts:
+            seq.rounds += 1
+            seq.drafted += len(chunk.drafts)
+            seq.accepted += min(len(events), len(round.sampled) - 1)
+        seq.proposal = round.proposal
+        if chunk.origin is not None and seq.status is Status.RUNNING:
+            self._copy_origin(chunk)
         return events
 
     def _discard(self, chunk: Chunk, error: str | None) -> list[TokenEvent]:

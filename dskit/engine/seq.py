@@ -210,6 +210,10 @@ class Sequence:
     cached_tokens: int = 0  # of the prompt, found in the tree when it was first admitted
     status: Status = Status.WAITING
     inflight: int = 0  # steps on their way that hold rows of this sequence
+    proposal: Proposal | None = None  # what the draft says comes next
+    rounds: int = 0  # steps that verified drafts of it, which is also what its proposals were drawn by
+    drafted: int = 0  # drafts verified
+    accepted: int = 0  # drafts that held
     finish_reason: str | None = None
     error: str | None = None
     preemptions: int = 0
@@ -239,6 +243,11 @@ class Sequence:
         """Number of tokens produced so far."""
         return len(self.tokens) - self.prompt_len
 
+    @property
+    def position(self) -> int:
+        """Where the next token stands."""
+        return len(self.tokens)
+
     def usage(self) -> Usage:
         """Counts and times so far."""
         n, span = self.generated, self.last_token - self.first_token
@@ -248,6 +257,9 @@ class Sequence:
             self.cached_tokens,
             self.first_token - self.arrived if n else None,
             (n - 1) / span if n > 1 and span > 0 else None,
+            self.rounds,
+            self.drafted,
+            self.accepted,
         )
 
     def result(self) -> Result:
@@ -265,10 +277,40 @@ class Sequence:
         )
 
 
+@dataclass(slots=True)
+class Ahead:
+    """A sequence as it will be if some tokens follow: what a row behind drafts is sampled with."""
+
+    seq: Sequence
+    more: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All of them."""
+        return self.seq.tokens + self.more
+
+    @property
+    def position(self) -> int:
+        """Where the next token stands."""
+        return len(self.seq.tokens) + len(self.more)
+
+    def __getattr__(self, name: str) -> Any:  # params, seed, prompt_len
+        return getattr(self.seq, name)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A draft's guesses of the next tokens, and the logit of its confidence in each."""
+
+    tokens: list[int]
+    confidence: list[float]
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     """Rows `start` to `stop` (absolute positions) of one sequence in one step.
 
+    The last rows may be `drafts`, tokens that are guessed: all rows from the newest token on are then judged.
     `want` says which of them need logits: "last" (a token is sampled), "all" (scoring), "none" (more chunks
     follow). Rows before `fresh` are there to rebuild windows: their global entries are cached already.
     `saves`: (position, slot) pairs; the state as it is at that position is kept in that slot too. With
@@ -285,13 +327,19 @@ class Chunk:
     unknown: bool = False
     origin: Chunk | None = None
     source: tuple[int, int] = (0, 0)
+    drafts: Seq[int] = ()
 
     @property
     def rows_wanted(self) -> int:
         """How many rows of logits it asks the model for."""
         if self.want == "none" or self.origin is not None:
             return 0
-        return 1 if self.want == "last" else self.stop - self.start
+        return 1 + len(self.drafts) if self.want == "last" else self.stop - self.start
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of its sequence up to `stop` at least."""
+        return self.seq.tokens + list(self.drafts) if self.drafts else self.seq.tokens
 
 
 @dataclass(slots=True)
@@ -330,6 +378,20 @@ class StepPlan:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
 
+@dataclass(slots=True)
+class Round:
+    """What a step with a draft gave a sequence: the tokens that hold, in order, and a proposal for the
+    next."""
+
+    sampled: list[Sampled]
+    proposal: Proposal | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why no token could be chosen, if so."""
+        return self.sampled[-1].error
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The token chosen for one row, or the reason why none could be.
@@ -346,8 +408,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, one entry per chunk of its plan: Sampled for "last", a tensor for "all", None for
-    "none".
+    """What a step gave, one entry per chunk of its plan: Sampled for "last" (with a draft: Round), a tensor
+    for "all", None for "none".
 
     `error` is set when the whole step failed; it then ends all of its requests.
     """
@@ -377,13 +439,17 @@ class TokenEvent:
 @dataclass(frozen=True)
 class Usage:
     """Counts in tokens; `cached_tokens` of the prompt came from the prefix cache; `ttft_s` from submission to
-    the first token; `decode_tok_s` over the tokens after it."""
+    the first token; `decode_tok_s` over the tokens after it; `rounds` steps verified `drafted` guesses of the
+    draft, `accepted` of them held."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     ttft_s: float | None
     decode_tok_s: float | None
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def test_a_tool_call_is_parsed(model):
         "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
     }
     config = model.config.replace(max_position_embeddings=8192)
-    with LLM(checkpoint.random(config, device="cpu"), max_num_batched_tokens=8192) as llm:
+    with LLM(checkpoint.random(config, device="cpu"), max_num_batched_tokens=8192, speculate="off") as llm:
         llm.engine.runner = Script([*llm.tokenizer.encode(call, specials=True), llm.tokenizer.eos_id])
         fields = {"tools": [tool], "thinking": {"type": "disabled"}, "temperature": 0}
         result = llm.chat("Where is it?", **fields)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dskit import ops
-from dskit.engine.sampler import _filter, _splitmix64, draw, inverse_cdf, sample, uniform
+from dskit.engine.sampler import _filtered, _splitmix64, draw, inverse_cdf, sample, uniform
 from dskit.engine.seq import Request, SamplingParams, Sequence
 
 V = 50
@@ -89,8 +89,8 @@ def test_draws_do_not_depend_on_the_batch():
 def test_filters_against_a_slow_reference(top_k, top_p, min_p):
     """Only tokens that a plain loop keeps have probability, and it is theirs up to scale."""
     probs = logits(3, seed=top_k).double().softmax(-1)
-    column = lambda x: torch.full((3, 1), float(x), dtype=torch.float64)  # noqa: E731
-    got = _filter(probs, column(top_k or math.inf), column(top_p if top_p < 1 else math.inf), column(min_p))
+    column = lambda x: torch.full((3,), x, dtype=torch.float64)  # noqa: E731
+    got = _filtered(probs, column(top_k), column(top_p), column(min_p))
     for row, kept in zip(probs.tolist(), got, strict=True):
         want = filtered(row, top_k, top_p, min_p)
         assert (kept > 0).tolist() == [p > 0 for p in want]

@@ -28,7 +28,7 @@ class ScriptedLLM(LLM):
         self.name, self.device, self.numerics, self.model = "scripted", "cpu", "exact", None
         self.config = preset("tiny").replace(max_position_embeddings=4096)  # room for a prompt with tools
         self.tokenizer = chat.Tokenizer.of_bytes(self.config)
-        cfg = EngineConfig.of(self.config, max_num_batched_tokens=1024, **settings)
+        cfg = EngineConfig.of(self.config, max_num_batched_tokens=1024, speculate="off", **settings)
         self.runner = ScriptRunner(script, self.tokenizer, self.config.vocab_size, pause)
         self.engine = Engine(
             self.runner,

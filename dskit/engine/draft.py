@@ -1,0 +1,131 @@
+"""One round with a draft: which guesses of the last round hold, and what is guessed next.
+
+Idea: a step's rows of a sequence are its newest token and the guesses behind it, so the model's logits judge
+every guess at once. Those that hold and the token after them are the round's; then the draft, which has seen
+the taps of these rows, proposes a block for the next one. Nothing is undone where a guess falls: rows are
+written by position, and the next step writes those positions again before anything reads them.
+
+    rejection   a guess x holds with chance min(1, p(x) / q(x)); where one falls, the next token comes from
+                max(p - q, 0). The text follows p, and no exact draft could have more accepted.
+    coupled     draft and model draw with one and the same random number; a guess holds while they agree. The
+                text is that of the same seed without a draft, token for token.
+
+Randomness: (seed, position, purpose) as everywhere (sampler.uniform); what the draft and the coins draw also
+depends on the round, so that a proposal made again is a new one.
+Shapes: proposals have G = dspark_block_size tokens; q [slots, G, V] float32 are the logits they came from.
+State: q, of rejection only, overwritten by each round of its slot.
+Errors: none of its own; a row of logits that are not finite ends its request.
+Source: dspark.md 3.2, 3.3, 5.3; model.md 3.13.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dskit.engine import sampler
+from dskit.engine.host import send
+from dskit.engine.seq import Ahead, Chunk, Proposal, Round, Sampled, Sequence
+from dskit.layers.dspark import accept
+
+MODEL, DRAFT, COIN = range(3)  # purposes of a random number
+ODD = 0xD1B54A32D192ED03  # keeps the rounds of a seed apart
+
+
+class Drafter:
+    """Judges and proposes for one runner; `accept` is "rejection" or "coupled"."""
+
+    def __init__(self, runner, accept: str):
+        self.runner, self.coupled = runner, accept == "coupled"
+        self.q: Tensor | None = None
+
+    def rounds(self, chunks: list[Chunk], logits_TV: Tensor) -> list[Round]:
+        """The rounds of chunks that sample; rows 1 + drafts of each, in their order."""
+        rows = [Ahead(c.seq, list(c.drafts[:j])) for c in chunks for j in range(1 + len(c.drafts))]
+        ids = None if self.coupled or len(rows) == len(chunks) else self._judge(chunks, logits_TV, rows)
+        sampled = iter(sampler.start(logits_TV, rows, ids).read())
+        found = [Round(_held([next(sampled) for _ in range(1 + len(c.drafts))], c)) for c in chunks]
+        self._propose([(c, r) for c, r in zip(chunks, found, strict=True) if _goes_on(c, r)])
+        return found
+
+    def _judge(self, chunks: list[Chunk], logits_TV: Tensor, rows: list[Ahead]) -> Tensor:
+        """Rejection: per row the draft where it holds, then the token that follows; what is behind, any."""
+        device, G = logits_TV.device, self.runner.config.dspark_block_size
+        lengths = torch.tensor([len(c.drafts) for c in chunks])
+        first = (lengths + 1).cumsum(0) - lengths - 1
+        tokens = torch.tensor([[*c.drafts, *[0] * (G - len(c.drafts))] for c in chunks])
+        at = [(c.seq, c.seq.position) for c in chunks]
+        u = torch.tensor([[*(_uniform(seq, n - 1, n + j, COIN) for j in range(G)),
+                           _uniform(seq, n - 1, n, MODEL)] for seq, n in at], dtype=torch.float64)
+        temperature = torch.tensor([c.seq.params.temperature for c in chunks], dtype=torch.float64)
+        first, lengths, tokens, u, temperature = (
+            send(t, device) for t in (first, lengths, tokens, u, temperature))
+        slots = torch.tensor([c.seq.slot for c in chunks], device=device)
+        held, after = accept(sampler.allowed(logits_TV, rows), self._q(logits_TV)[slots], tokens, first,
+                             lengths, temperature, u)
+        after = after.clamp_max(logits_TV.shape[-1] - 1)  # a row of NaN: some id
+        place = torch.arange(G + 1, device=device)
+        tokens = torch.nn.functional.pad(tokens, (0, 1))
+        ids = torch.where(place < held[:, None], tokens, after[:, None])
+        return ids[place <= lengths[:, None]]
+
+    def _propose(self, live: list[tuple[Chunk, Round]]) -> None:
+        """Let the draft guess what follows each round."""
+        if not live:
+            return
+        seqs = [c.seq for c, _ in live]
+        rows = [Ahead(c.seq, [one.token_id for one in round.sampled]) for c, round in live]
+        starts, newest = [row.position - 1 for row in rows], [row.more[-1] for row in rows]
+        greedy = all(seq.params.greedy and not seq.params.edits_logits for seq in seqs)
+        kept: list[Tensor] = []
+
+        def pick(logits_BV: Tensor) -> Tensor:
+            if greedy:
+                kept.append(logits_BV)
+                return logits_BV.argmax(-1)
+            if self.coupled:
+                picked = sampler.choose(logits_BV, rows)
+            else:
+                kept.append(sampler.allowed(logits_BV, rows))
+                u = [_uniform(row, start, row.position, DRAFT)
+                     for row, start in zip(rows, starts, strict=True)]
+                picked = sampler.choose_allowed(kept[-1], rows, u)
+            for row, token in zip(rows, picked.tolist(), strict=True):
+                row.more.append(token)
+            return picked
+
+        slots = [(c.origin or c).seq.slot for c, _ in live]  # a fork's own slot is not filled yet
+        tokens, _, confidence = self.runner.propose(slots, starts, newest, pick)
+        if not self.coupled:
+            own = torch.tensor([seq.slot for seq in seqs], device=tokens.device)
+            logits = torch.stack(kept, dim=1)
+            self._q(logits[:, 0])[own] = logits
+        for (_, round), *proposal in zip(live, tokens.tolist(), confidence.tolist(), strict=True):
+            round.proposal = Proposal(*proposal)
+
+    def _q(self, like_TV: Tensor) -> Tensor:
+        """Logits of the proposals, made when the first one is: [slots, G, V]."""
+        if self.q is None:
+            G, slots = self.runner.config.dspark_block_size, self.runner.num_slots + 1
+            self.q = like_TV.new_zeros(slots, G, like_TV.shape[-1])
+        return self.q
+
+
+def _uniform(seq: Sequence | Ahead, start: int, position: int, purpose: int) -> float:
+    """The number of a round, named by where its newest token stands: no two rounds share one."""
+    return sampler.uniform(seq.seed + ODD * (start + 1), position, purpose)
+
+
+def _held(sampled: list[Sampled], chunk: Chunk) -> list[Sampled]:
+    """The tokens of a round: as long as they are the guesses, and the one after; none behind the last one."""
+    for i, one in enumerate(sampled):
+        guess = chunk.drafts[i] if i < len(chunk.drafts) else None
+        if one.error or one.token_id != guess or one.token_id in chunk.seq.ends:
+            return sampled[: i + 1]
+    raise AssertionError("the row behind the last guess has no guess to agree with")
+
+
+def _goes_on(chunk: Chunk, round: Round) -> bool:
+    """False for a sequence that this round ends, as far as its tokens say."""
+    seq, last = chunk.seq, round.sampled[-1]
+    return not (last.error or last.token_id in seq.ends or seq.position + len(round.sampled) >= seq.limit)

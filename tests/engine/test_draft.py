@@ -1,0 +1,281 @@
+"""A draft changes how fast a text comes, never which text: any guesses, any lengths, any company."""
+
+import itertools
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dskit import LLM, checkpoint
+from dskit.config import preset
+from dskit.engine.config import EngineConfig, EngineConfigError
+from dskit.engine.draft import Drafter
+from dskit.engine.runner import Work
+from dskit.engine.seq import Chunk, Request, SamplingParams, Sequence
+from dskit.engine.spec import StepCost
+from tests.engine.mock import Runner, engine, scores
+
+G, SLOW = 5, pytest.mark.slow
+COSTS = {"flat": StepCost((1, 64), (1.0, 1.01)), "steep": StepCost(tuple(range(1, 65)), tuple(range(1, 65)))}
+
+
+class Guesser(Runner):
+    """The mock with a draft: it guesses rightly until a place that differs from round to round."""
+
+    def __init__(self, block_size, right=lambda tokens: len(tokens) % 7, **more):
+        super().__init__(block_size, **more)
+        self.config, self.num_slots, self.right = SimpleNamespace(dspark_block_size=G), 40, right
+        self.told: dict[int, list[int]] = {}
+
+    def _rows(self, w):
+        self.told[w.seq_slot] = w.tokens[: w.stop]
+        return super()._rows(w)
+
+    def propose(self, slots, starts, newest, pick):
+        texts = [[*self.told[s][:start], new] for s, start, new in zip(slots, starts, newest, strict=True)]
+        assert [len(t) for t in texts] == [start + 1 for start in starts]
+        good, tokens, logits = [self.right(t) for t in texts], [], []
+        for k in range(G):
+            rows = torch.stack([self._guess(t, k < n) for t, n in zip(texts, good, strict=True)])
+            tokens.append(pick(rows))
+            logits.append(rows)
+            for text, token in zip(texts, tokens[-1].tolist(), strict=True):
+                text.append(token)
+        confidence = torch.tensor([[2.0 if k < n else -2.0 for k in range(G)] for n in good])
+        return torch.stack(tokens, 1), torch.stack(logits, 1), confidence
+
+    @staticmethod
+    def _guess(text, right):
+        history = 0
+        for token in text:
+            history = (history * 1000003 + token + 1) % (2**61 - 1)
+        return scores(history) if right else -scores(history)
+
+
+def texts(requests, **settings):
+    """What an engine makes of (prompt, params), with its statistics."""
+    e = engine(Guesser(4), **settings) if "runner" not in settings else engine(**settings)
+    handles = [e.submit(prompt, params) for prompt, params in requests]
+    results = [handle.result() for handle in handles]
+    e.check()
+    stats = e.stats()
+    assert stats["slots_free"] == e.cfg.max_num_seqs
+    assert stats["blocks_free"] == stats["blocks_total"]
+    return results
+
+
+REQUESTS = [([5 + i, 6, 7 + i], SamplingParams(seed=i, temperature=[0, 1, 0.5][i % 3], max_tokens=9 + 4 * i,
+                                               top_p=[1, 0.7][i % 2], presence_penalty=[0, 0, 0, 1.5][i % 4],
+                                               ignore_eos=i % 5 == 0))
+            for i in range(9)]
+
+
+@pytest.mark.parametrize("speculate", ["static", "scheduled"])
+@pytest.mark.parametrize("cost", [None, "flat", "steep"])
+@pytest.mark.parametrize("blocks", [24, 17])
+def test_coupled_texts_are_those_without_a_draft(speculate, cost, blocks):
+    """With preemptions (few blocks), every sampling parameter, and the canary over every read and write."""
+    plain = texts(REQUESTS)
+    drafted = texts(REQUESTS, speculate=speculate, step_cost=COSTS.get(cost), num_blocks=blocks)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    assert [r.finish_reason for r in drafted] == [r.finish_reason for r in plain]
+    held = sum(r.usage.accepted for r in drafted)
+    assert held <= sum(r.usage.drafted for r in drafted)
+    if cost != "steep" or speculate == "static":
+        assert held > 20  # else nothing was tried
+
+
+def test_rejection_is_greedy_where_the_request_is():
+    greedy = [(p, SamplingParams(temperature=0, max_tokens=20)) for p, _ in REQUESTS]
+    assert ([r.token_ids for r in texts(greedy, speculate="static", accept="rejection")]
+            == [r.token_ids for r in texts(greedy)])
+
+
+@pytest.mark.parametrize("right", [0, G])
+def test_the_worst_and_the_best_draft(right):
+    """Always wrong costs rows, never tokens; always right takes one round for every G + 1 tokens."""
+    runner = Guesser(4, right=lambda tokens: right)
+    params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    found = texts([([5, 6], params)], runner=runner, speculate="static")[0]
+    assert found.token_ids == texts([([5, 6], params)])[0].token_ids
+    assert found.usage.accepted == (0 if right == 0 else found.usage.drafted)
+    assert runner.steps == (25 if right == 0 else 1 + math.ceil(24 / (G + 1)))
+
+
+def test_a_stop_token_inside_the_block_ends_the_text_there():
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    whole = texts([([5, 6], params)])[0].token_ids
+    for stop in {whole[i] for i in range(2, 12)}:
+        cut = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop], ignore_eos=True)
+        found = texts([([5, 6], cut)], runner=Guesser(4, right=lambda tokens: G), speculate="static")[0]
+        assert found.token_ids == whole[: whole.index(stop) + 1] and found.finish_reason == "stop"
+        text = "".join(chr(48 + i) for i in found.token_ids[-1:])
+        cut = SamplingParams(temperature=0, max_tokens=40, stop=[text], ignore_eos=True)
+        found = texts([([5, 6], cut)], runner=Guesser(4, right=lambda tokens: G), speculate="static")[0]
+        assert found.token_ids == whole[: whole.index(stop) + 1]
+
+
+def test_cancelled_at_every_step_and_nothing_is_lost():
+    for steps in range(1, 9):
+        e = engine(Guesser(4), speculate="static", overlap=steps % 2 == 0)
+        handles = [e.submit(p, q) for p, q in REQUESTS[:3]]
+        for _ in range(steps):
+            e.step()
+        for handle in handles:
+            handle.cancel()
+        e.settle()
+        e.check()
+        assert e.stats()["blocks_free"] == e.stats()["blocks_total"] and not e.has_work
+
+
+def test_log_probabilities_are_those_without_a_draft():
+    params = SamplingParams(temperature=0, max_tokens=15, logprobs=3)
+    plain, drafted = (texts([([5, 6], params)], **more)[0] for more in ({}, {"speculate": "static"}))
+    assert [(s.token_id, s.logprob, s.top) for s in drafted.logprobs] == [
+        (s.token_id, s.logprob, s.top) for s in plain.logprobs]
+
+
+def test_a_row_that_is_not_finite_ends_its_request_alone():
+    e = engine(Guesser(4), speculate="static")
+    bad, good = (e.submit([5 + i, 6], SamplingParams(temperature=0, max_tokens=12)) for i in range(2))
+    e.step()
+    slot, rows = e.scheduler.running[0].slot, e.runner._rows
+    e.runner._rows = lambda w: [r * math.nan for r in rows(w)] if w.seq_slot == slot else rows(w)
+    assert bad.result().finish_reason == "error" and "finite" in bad.result().error
+    assert good.result().token_ids == texts([([6, 6], SamplingParams(temperature=0, max_tokens=12))]
+                                            )[0].token_ids
+
+
+# ---- the law of rejection ----------------------------------------------------------------------------------
+
+
+class Toy:
+    """A draft and a model over three tokens, each one's next-token logits from the last token alone."""
+
+    def __init__(self, runs):
+        r = torch.Generator().manual_seed(3)
+        self.p, self.q = (2 * torch.randn(3, 3, generator=r) for _ in range(2))
+        self.config, self.num_slots = SimpleNamespace(dspark_block_size=2), runs
+
+    def propose(self, slots, starts, newest, pick):
+        tokens, logits, at = [], [], torch.tensor(newest)
+        for _ in range(2):
+            logits.append(self.q[at])
+            at = pick(logits[-1])
+            tokens.append(at)
+        return torch.stack(tokens, 1), torch.stack(logits, 1), torch.zeros(len(slots), 2)
+
+    def texts(self, accept, params, lengths) -> list[tuple[int, ...]]:
+        """The first three tokens after token 0, once for every seed."""
+        drafter, seqs = Drafter(self, accept), []
+        for seed in range(self.num_slots):
+            seq = Sequence(Request("r", [0], params), text=None)
+            seq.seed, seq.limit, seq.slot = seed, 100, 1 + seed
+            seqs.append(seq)
+        for _ in range(4):
+            chunks, rows = [], []
+            for seq in seqs:
+                drafts = seq.proposal.tokens[: lengths(seq)] if seq.proposal else []
+                rows += [(seq.tokens + list(drafts[:j]))[-1] for j in range(1 + len(drafts))]
+                stop = len(seq.tokens) + len(drafts)
+                chunks.append(Chunk(seq, stop - 1 - len(drafts), stop, "last", stop, drafts=drafts))
+            for seq, found in zip(seqs, drafter.rounds(chunks, self.p[rows]), strict=True):
+                seq.tokens += [one.token_id for one in found.sampled]
+                seq.proposal = found.proposal
+        return [tuple(seq.tokens[1:4]) for seq in seqs]
+
+
+def second_by_first(seq):
+    """Lets the second guess in by the value of the first, as a confidence would."""
+    return 1 + (seq.proposal.tokens[0] == 1)
+
+
+@pytest.mark.parametrize("runs", [1000, pytest.param(20000, marks=SLOW)])
+@pytest.mark.parametrize("accept", ["rejection", "coupled"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 2}], ids=str)
+def test_texts_follow_the_model(accept, params, runs):
+    """Chi-square over the 27 continuations of three tokens, with guesses let in by the values before them."""
+    toy = Toy(runs)
+    params = SamplingParams(**params).resolve({}, max_tokens=50)
+    found = Counter(toy.texts(accept, params, second_by_first))
+    logits = toy.p.double() / params.temperature
+    if params.top_k:
+        logits = logits.masked_fill(logits < logits.sort(dim=-1, descending=True).values[:, [1]], -math.inf)
+    p, chi, cells = logits.softmax(-1), 0.0, 0
+    for a, b, c in itertools.product(range(3), repeat=3):
+        want = runs * float(p[0, a] * p[a, b] * p[b, c])
+        assert want or not found[a, b, c]
+        if want > 1:
+            chi, cells = chi + (found[a, b, c] - want) ** 2 / want, cells + 1
+    assert chi < cells + 5 * math.sqrt(2 * cells)
+
+
+def test_a_draft_that_is_let_in_by_its_own_value_bends_the_law():
+    """The control: were a guess verified only when it is token 1, token 1 would come too often."""
+    toy = Toy(3000)
+    params = SamplingParams().resolve({}, max_tokens=50)
+    texts = toy.texts("rejection", params, lambda seq: seq.proposal.tokens[0] == 1)
+    p = toy.p.double().softmax(-1)
+    want = float(p[0] @ p[:, 1]) * 3000
+    assert abs(sum(text[1] == 1 for text in texts) - want) > 5 * math.sqrt(want)
+
+
+# ---- with a real model -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The tiny preset, exact and batch-invariant; it has a draft with random weights."""
+    return checkpoint.load("tiny", numerics="exact", device="cpu", batch_invariant=True)
+
+
+PROMPTS = [[9 + (7 * i * j) % 240 for j in range(3 + 11 * i)] for i in range(3)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"replay": "compact"}, {"enable_prefix_caching": False}], ids=str)
+def test_a_real_draft_changes_nothing(model, settings):
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9, ignore_eos=True) for i in range(3)]
+    with LLM(model, speculate="off", **settings) as plain, LLM(model, canary="raise", **settings) as drafted:
+        want = plain.generate(PROMPTS, params)
+        for _ in range(2):  # the second time from the cache
+            found = drafted.generate(PROMPTS, params)
+            assert [r.token_ids for r in found] == [r.token_ids for r in want]
+        drafted.engine.check()
+        assert all(r.usage.drafted > 0 for r in found)
+
+
+@pytest.mark.parametrize("hold", [0, 1, 2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("length", [1, 12, *(pytest.param(n, marks=SLOW) for n in (2, 11, 13, 30))])
+def test_a_rewound_state_is_that_of_never_having_drafted(model, hold, length):
+    """After rounds in which `hold` guesses were right, the next logits are those of a fresh prefill."""
+    truth = [9 + (7 * j) % 240 for j in range(length)] + [20 + i * i % 190 for i in range(40)]
+    runner, G = LLM(model, enable_prefix_caching=False).engine.runner, model.config.dspark_block_size
+    blocks = [1 + i for i in range(-(-80 // runner.block_size))]
+    runner.run([Work(1, blocks, truth, 0, length, length)])
+    at = length
+    for _ in range(4):
+        wrong = [(t + 1) % 200 + 9 for t in truth[at + 1 + min(hold, G) : at + 1 + G]]
+        tokens = truth[: at + 1 + min(hold, G)] + wrong
+        runner.run([Work(1, blocks, tokens, at, len(tokens), length, "all")])
+        at += 1 + min(hold, G)
+    found = runner.run([Work(1, blocks, truth, at, at + 1, length)])
+    ring = runner.propose([1], [at + 1], [77], lambda l: l.argmax(-1))
+    fresh = LLM(model, enable_prefix_caching=False).engine.runner
+    fresh.run([Work(1, blocks, truth, 0, at, length)])
+    torch.testing.assert_close(found, fresh.run([Work(1, blocks, truth, at, at + 1, length)]),
+                               rtol=1e-4, atol=1e-4)
+    again = fresh.propose([1], [at + 1], [77], lambda l: l.argmax(-1))
+    torch.testing.assert_close(ring[1], again[1], rtol=1e-4, atol=1e-4)
+
+
+def test_settings_that_no_draft_can_serve():
+    plain = preset("tiny")
+    ratios = plain.compress_ratios[: plain.num_hidden_layers]
+    plain = plain.replace(num_nextn_predict_layers=0, compress_ratios=ratios)
+    for bad, words in (({"speculate": "static"}, "no draft"), ({"speculate": "maybe"}, "choose off"),
+                       ({"accept": "all"}, "choose rejection")):
+        with pytest.raises(EngineConfigError, match=words):
+            EngineConfig.of(plain, **bad)
+    assert EngineConfig.of(plain).speculate == "off" and EngineConfig.of(preset("tiny")).speculate == "static"
