@@ -44,6 +44,7 @@ from torch import Tensor
 from dskit import ops
 from dskit.kernels import common
 from dskit.kernels.common import (
+    INTERP,
     bf16_pair,
     cdiv,
     dot,
@@ -83,11 +84,57 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # ---- rows of a cache ---------------------------------------------------------------------------------------
 
+def _e2m1_times_two(firsts: str, seconds: str, scale: str, bytes_: str) -> str:
+    """Instructions for two bytes, the registers of their codes' products and of the bytes' scales named."""
+    return f"""
+        prmt.b32 both, $4, 0, {bytes_};
+        shl.b32 code, both, 6;
+        shl.b32 sign, both, 12;
+        and.b32 code, code, 0x01C001C0;
+        lop3.b32 code, sign, 0x80008000, code, 0xEA;
+        fma.rn.bf16x2 code, code, large, zero;
+        fma.rn.bf16x2 {firsts}, code, {scale}, zero;
+        shl.b32 code, both, 2;
+        shl.b32 sign, both, 8;
+        and.b32 code, code, 0x01C001C0;
+        lop3.b32 code, sign, 0x80008000, code, 0xEA;
+        fma.rn.bf16x2 code, code, large, zero;
+        fma.rn.bf16x2 {seconds}, code, {scale}, zero;"""
+
+
+# four bytes in $4, their scales times 2^8 in $5 and $6; large: 2^118, zero: -0, which changes no product
+E2M1_TIMES = tl.constexpr(f"""{{
+        .reg .b32 both, code, sign, large, zero;
+        mov.b32 large, 0x7A807A80;
+        mov.b32 zero, 0x80008000;
+        {_e2m1_times_two("$0", "$2", "$5", "0x4140")}
+        {_e2m1_times_two("$1", "$3", "$6", "0x4342")}
+    }}""")
+
+
 @triton.jit
 def _spread(value, GROUP: tl.constexpr):
     """One value per group [N, groups] -> the same for each pair of the group."""
     groups = value[:, :, None].broadcast_to(value.shape[0], value.shape[1], GROUP)
     return groups.reshape(value.shape[0], value.shape[1] * GROUP)
+
+
+@triton.jit
+def _e2m1_times(byte, scale, GROUP: tl.constexpr):
+    """Bytes of two e2m1 codes [N, pairs] times float32 scales [N, groups] -> (firsts, seconds), bfloat16.
+
+    In their place the bits of a code are a bfloat16 that is 2^126 times too small, and a multiplication takes
+    two of them.  It is done twice, since 2^126 times a scale may be too large; both are exact.
+    """
+    if INTERP:
+        a, b = from_e2m1_byte(byte)
+        scale = _spread(scale * 16384.0, GROUP)
+        a, b = to_bf16(a * scale), to_bf16(b * scale)
+    else:
+        scale = _spread(to_bf16(scale * 256.0), GROUP)
+        a, b = tl.inline_asm_elementwise(E2M1_TIMES, "=r,=r,=r,=r,r,r,r", [byte, scale],
+                                         dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+    return a, b
 
 
 @triton.jit
@@ -105,24 +152,26 @@ def _pairs(code_ptr, byte_ptr, word_ptr, row, first, FORM: tl.constexpr, WIDE: t
     if KIND == "bf16":
         word = tl.load(word_ptr + row * WIDTH + pair, real & (pair < WIDTH), other=0)
         a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
+        a, b = to_bf16(a), to_bf16(b)
     else:
         group = first // GROUP + tl.arange(0, WIDE // GROUP)[None, :]
         scale = tl.load(byte_ptr + row * NBYTES + SCALES_AT + group, real & (group < SCALES), other=0)
         scale = scale_value(scale, KIND)
-        if KIND == "fp8":
+        if KIND == "fp4_16":
+            byte = tl.load(code_ptr + row * NBYTES + pair, real & (pair < CODED), other=0)
+            a, b = _e2m1_times(byte, scale, GROUP)
+        else:
             code = tl.load(code_ptr + row * (NBYTES // 2) + pair, real & (pair < CODED), other=0)
             a, b = from_e4m3_pair(code.to(tl.uint16, bitcast=True))
-        else:
-            a, b = from_e2m1_byte(tl.load(code_ptr + row * NBYTES + pair, real & (pair < CODED), other=0))
-            scale *= 16384.0  # see from_e2m1_byte
-        scale = _spread(scale, GROUP)
-        a, b = a * scale, b * scale
-        if CODED < WIDTH:
-            at = word_ptr + row * (NBYTES // 4) + pair - CODED // 2
-            tail = tl.load(at, real & (pair >= CODED) & (pair < WIDTH), other=0)
-            tail_a, tail_b = from_bf16_pair(tail.to(tl.uint32, bitcast=True))
-            a, b = tl.where(pair < CODED, a, tail_a), tl.where(pair < CODED, b, tail_b)
-    return to_bf16(a), to_bf16(b)
+            scale = _spread(scale, GROUP)
+            a, b = a * scale, b * scale
+            if CODED < WIDTH:
+                at = word_ptr + row * (NBYTES // 4) + pair - CODED // 2
+                tail = tl.load(at, real & (pair >= CODED) & (pair < WIDTH), other=0)
+                tail_a, tail_b = from_bf16_pair(tail.to(tl.uint32, bitcast=True))
+                a, b = tl.where(pair < CODED, a, tail_a), tl.where(pair < CODED, b, tail_b)
+            a, b = to_bf16(a), to_bf16(b)
+    return a, b
 
 
 @triton.jit
@@ -185,33 +234,44 @@ def _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A:
 # ---- attention ---------------------------------------------------------------------------------------------
 
 @triton.jit
-def _attend(qa, qb, ra, rb, top, total, acc_a, acc_b, code_ptr, byte_ptr, word_ptr, index_ptr, begin, end,
-            count, first, rest, scale, FORM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-            BLOCK: tl.constexpr, ENDS: tl.constexpr):
+def _attend(qa, qb, qc, qd, top, total, sum_a, sum_b, sum_c, sum_d, code_ptr, byte_ptr, word_ptr, index_ptr,
+            begin, end, count, first, rest, scale, FORM: tl.constexpr, WIDE: tl.constexpr,
+            PARTS: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
     """Go on with a softmax over the indices begin .. end: its maximum, its sum and the sums of values.
 
-    qa, qb: queries of the pairs from `first` on, whose values are summed; ra, rb: of the others, with two
-    PARTS, from `rest` on.
+    a, b: of the pairs from `first` on; c, d: of the other half, from `rest` on, whose values are another
+    program's to sum where there are two PARTS.
     """
     low, high = _ends(index_ptr, count, ENDS)
     begin, end = tl.maximum(begin, low // BLOCK * BLOCK), tl.minimum(end, high)
     for start in tl.range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         row = tl.load(index_ptr + at, at < end, other=-1)
+        c, d = _pairs(code_ptr, byte_ptr, word_ptr, row[:, None], rest, FORM, WIDE)
+        z = dot(qc, tl.trans(c), tl.zeros([qc.shape[0], BLOCK], tl.float32))
+        z = dot(qd, tl.trans(d), z)
         a, b = _pairs(code_ptr, byte_ptr, word_ptr, row[:, None], first, FORM, WIDE)
-        z = dot(qa, tl.trans(a), tl.zeros([qa.shape[0], BLOCK], tl.float32))
+        z = dot(qa, tl.trans(a), z)
         z = dot(qb, tl.trans(b), z)
-        if PARTS == 2:
-            c, d = _pairs(code_ptr, byte_ptr, word_ptr, row[:, None], rest, FORM, WIDE)
-            z = dot(ra, tl.trans(c), z)
-            z = dot(rb, tl.trans(d), z)
-        z = tl.where((row >= 0)[None, :], z * scale, float("-inf"))
-        new = tl.maximum(top, tl.max(z, axis=1))
-        fade, p = tl.exp2(top - new), tl.exp2(z - new[:, None])
+        z = tl.where((row >= 0)[None, :], z, float("-inf"))
+        new = tl.maximum(top, tl.max(z, axis=1) * scale)
+        fade, p = tl.exp2(top - new), tl.exp2(z * scale - new[:, None])
         top, total, p = new, total * fade + tl.sum(p, axis=1), to_bf16(p)
-        acc_a = dot(p, a, acc_a * fade[:, None])
-        acc_b = dot(p, b, acc_b * fade[:, None])
-    return top, total, acc_a, acc_b
+        sum_a = dot(p, a, sum_a * fade[:, None])
+        sum_b = dot(p, b, sum_b * fade[:, None])
+        if PARTS == 1:
+            sum_c = dot(p, c, sum_c * fade[:, None])
+            sum_d = dot(p, d, sum_d * fade[:, None])
+    return top, total, sum_a, sum_b, sum_c, sum_d
+
+
+@triton.jit
+def _store_sums(a, b, sum_ptr, at, head, pair, A: tl.constexpr, WIDTH: tl.constexpr):
+    """Undivided sums of a part of the entries: firsts of pairs, then seconds."""
+    real = (head < A)[:, None] & (pair < WIDTH)[None, :]
+    to = sum_ptr + 2 * at[:, None] * WIDTH + pair[None, :]
+    tl.store(to, a, real)
+    tl.store(to + WIDTH, b, real)
 
 
 @triton.jit
@@ -226,33 +286,35 @@ def _mla_attend_cached_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_byte_
     split, token = program % splits, (program // splits).to(tl.int64)
     first, rest = part * WIDE, (1 - part) * WIDE
     qa, qb = _query(q_ptr, turn_ptr, token, first, HEADS, A, WIDTH, TURNS, WIDE)
-    ra, rb = qa, qb
-    if PARTS == 2:
-        ra, rb = _query(q_ptr, turn_ptr, token, rest, HEADS, A, WIDTH, TURNS, WIDE)
+    qc, qd = _query(q_ptr, turn_ptr, token, rest, HEADS, A, WIDTH, TURNS, WIDE)
     top, total = tl.full([HEADS], FLOOR, tl.float32), tl.zeros([HEADS], tl.float32)
-    acc_a, acc_b = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
+    a, b = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
+    c, d = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
     begin = split * per * BLOCK  # in tiles of the window, then of the entries
-    top, total, acc_a, acc_b = _attend(
-        qa, qb, ra, rb, top, total, acc_a, acc_b, window_code_ptr, window_byte_ptr, window_word_ptr,
+    top, total, a, b, c, d = _attend(
+        qa, qb, qc, qd, top, total, a, b, c, d, window_code_ptr, window_byte_ptr, window_word_ptr,
         read_ptr + token * W, begin, tl.minimum(begin + per * BLOCK, W), W, first, rest, scale, WINDOW, WIDE,
         PARTS, BLOCK, WINDOW_ENDS)
     if chosen_ptr is not None:
         begin -= (W + BLOCK - 1) // BLOCK * BLOCK
-        top, total, acc_a, acc_b = _attend(
-            qa, qb, ra, rb, top, total, acc_a, acc_b, entry_code_ptr, entry_byte_ptr, entry_word_ptr,
+        top, total, a, b, c, d = _attend(
+            qa, qb, qc, qd, top, total, a, b, c, d, entry_code_ptr, entry_byte_ptr, entry_word_ptr,
             chosen_ptr + token * K, tl.maximum(begin, 0), tl.minimum(begin + per * BLOCK, K), K, first, rest,
             scale, ENTRY, WIDE, PARTS, BLOCK, ENTRY_ENDS)
-    head, pair = tl.arange(0, HEADS), first + tl.arange(0, WIDE)
+    head, pair = tl.arange(0, HEADS), tl.arange(0, WIDE)
     if sum_ptr is None:
-        _finish(acc_a, acc_b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A, WIDTH, TURNS,
+        _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, first + pair, A, WIDTH, TURNS,
                 QUANTUM)
+        if PARTS == 1:
+            _finish(c, d, top, total, sink_ptr, turn_ptr, out_ptr, token, head, rest + pair, A, WIDTH, TURNS,
+                    QUANTUM)
     else:
         at = (token * splits + split) * A + head
         tl.store(stat_ptr + 2 * at, top, head < A)
         tl.store(stat_ptr + 2 * at + 1, total, head < A)
-        at, real = 2 * at[:, None] * WIDTH + pair[None, :], (head < A)[:, None] & (pair < WIDTH)[None, :]
-        tl.store(sum_ptr + at, acc_a, real)
-        tl.store(sum_ptr + at + WIDTH, acc_b, real)
+        _store_sums(a, b, sum_ptr, at, head, first + pair, A, WIDTH)
+        if PARTS == 1:
+            _store_sums(c, d, sum_ptr, at, head, rest + pair, A, WIDTH)
 
 
 @triton.jit
@@ -359,9 +421,7 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
         config = dict(tuned("mla.attend_cached", (T, W, K, A, H), config))
     quantum = common.layout(fmt)[1] // 2 if fmt else 0
     least = max(16, window_form[1], entry_form[1], quantum)  # pairs: whole groups, and a product's depth
-    wide = max(least, pow2(H // 2))
-    parts = config["PARTS"] = config["PARTS"] if wide >= least * config["PARTS"] else 1
-    block = config["BLOCK"]
+    wide, parts, block = max(2 * least, pow2(H // 2)), config["PARTS"], config["BLOCK"]
     splits, per = _splits(T * parts, cdiv(W, block) + cdiv(K, block), 1 if steady else processors(q_TAH))
     sizes = {"A": A, "WIDTH": H // 2, "TURNS": turn_T.shape[1], "QUANTUM": quantum}
     turn = torch.view_as_real(turn_T.resolve_conj().contiguous()).view(torch.int64)
@@ -374,7 +434,7 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
         q_TAH.contiguous().view(torch.int32), turn, *_views(window_SH, window_form), read_TW.contiguous(),
         *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK.contiguous() if K else None,
         sink, out_words, sums, stats, W, K, splits, per, H**-0.5 * LOG2E.value, window_form, entry_form,
-        HEADS=max(16, pow2(A)), WIDE=wide // parts, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes,
+        HEADS=max(16, pow2(A)), WIDE=wide // 2, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes,
         **config)
     if splits > 1:
         heads = min(JOINED_HEADS, pow2(A))
