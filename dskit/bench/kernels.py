@@ -161,12 +161,32 @@ def measure(jobs: list[Record], args: Any) -> Iterator[Record]:
     if torch.cuda.is_available() and options.time:
         until = time.monotonic() + min(900, 0.4 * (end - time.monotonic()))
         options = replace(options, ready=warm_up(jobs, options, until))
-    count = min(COMPARING, pool.cores()) if torch.cuda.is_available() and not options.time else 1
-    found = []
-    for job, answer in pool.work(jobs, options, count, end):
-        found.append(unmeasured(job, options, answer) if isinstance(answer, pool.Lost) else answer)
-        yield found[-1]
+    found, crowded = [], []
+    if torch.cuda.is_available() and not options.time:
+        for job, record in answers(jobs, options, min(COMPARING, pool.cores()), end):
+            if out_of_memory(record):
+                crowded.append(job)
+                continue
+            found.append(record)
+            yield record
+        jobs = crowded
+    for _, record in answers(jobs, options, 1, end):
+        found.append(record)
+        yield record
     yield records.summary(found, launch() if options.time else None)
+
+
+def answers(jobs: list[Record], options: worker.Options, count: int, end: float
+            ) -> Iterator[tuple[Record, Record]]:
+    """Each job and its record, whatever became of it."""
+    for job, answer in pool.work(jobs, options, count, end):
+        yield job, unmeasured(job, options, answer) if isinstance(answer, pool.Lost) else answer
+
+
+def out_of_memory(record: Record) -> bool:
+    """Whether a call had no room, beside others or by itself."""
+    said = record["reason"], (record["check"] or {}).get("figure")
+    return any("OutOfMemoryError" in (text or "") for text in said)
 
 
 def launch() -> float | None:

@@ -83,6 +83,23 @@ def test_exit_code_is_zero_only_when_asked_for(monkeypatch, capsys):
     assert cli.main(["bench", "kernels", "--op", "norm.rms", "--allow-no-gpu"]) == 1
 
 
+def test_what_had_no_room_beside_others_is_compared_alone(monkeypatch):
+    blank, asked = worker.blank(all_cases()["norm.rms"], SHAPE, worker.Options()), []
+
+    def work(jobs, options, count, end):
+        asked.append(count)
+        full = {"class": "E", "rel_rms": None, "passed": None, "figure": "OutOfMemoryError: CUDA out of memory"}
+        for job in jobs:
+            yield job, blank | {"op": job["op"], "check": full if count > 1 and job["op"] == "b" else None}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(pool, "work", work)
+    monkeypatch.setattr(pool, "cores", lambda: 8)
+    found = list(kernels.measure([{"op": op} for op in "abc"], KernelsArgs(time=False)))
+    assert [record["op"] for record in found[:-1]] == ["a", "c", "b"] and asked == [8, 1]
+    assert not any(record["check"] for record in found[:-1])
+
+
 def test_an_unknown_op_is_refused_with_those_there_are(capsys):
     assert cli.main(["bench", "kernels", "--op", "norm.rsm"]) == 1
     assert "norm.rsm" in (said := capsys.readouterr().err) and "norm.rms" in said
