@@ -13,7 +13,7 @@ the even channel in the low nibble and scales [N, K/32].
 Units: scales are E8M0 bytes: 2^(byte - 127), 255 is NaN.
 Errors: ValueError when a width does not suit its format.
 Numerics: restored values are exact in float32; sums are float32. "exact" numerics leave every rounding out.
-Kernel: kernels/linear.py (linear.quantize, linear.encode, linear.decode)
+Kernel: kernels/linear.py (linear.quantize, linear.encode, linear.decode), kernels/gemm.py (gemm.fp8)
 Source: model.md 3.1, 3.4, 4.3.
 """
 
@@ -299,6 +299,19 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None =
     return y.view(*x.shape[:-1], weight.shape[0]).to(dtype)
 
 
+@ops.op("gemm.fp8")
+def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block: tuple[int, int],
+        dtype: torch.dtype, held: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """`matmul` with FP8 weights as they are stored: codes [N, K] and scales, one for each block.
+
+    x [..., K] holds rounded numbers (`Numerics.activation`), or codes with scales x_scale, one for each
+    block[1] channels. held: what holds a restored weight on the way, exactly.
+    """
+    if x_scale is not None:
+        x = decode(x, x_scale, f"fp8_{block[1]}", held)
+    return matmul(x, unpack_fp8(weight, scale, block, held), dtype, row_tile)
+
+
 def widened(weight: Tensor) -> Tensor:
     """A weight as a CPU multiplies it best: one row alone is bound by reading it, more rows by arithmetic.
 
@@ -326,7 +339,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x [..., K] (rounded already for an FP8 weight) -> [..., N] in the dtype of values, or `dtype`."""
-        return matmul(x, self.dense(), dtype or self.numerics.dtype, self.numerics.row_tile)
+        dtype, row_tile = dtype or self.numerics.dtype, self.numerics.row_tile
+        if self.scale is None:
+            return matmul(x, self.weight, dtype, row_tile)
+        return fp8(x, None, self.weight, self.scale, self.block, dtype, self.numerics.held, row_tile)
 
     def dense(self) -> Tensor:
         """The weight as numbers [N, K]; stored codes are restored on the way."""

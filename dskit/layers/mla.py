@@ -13,7 +13,7 @@ line and pool are caches: numbers or packed bytes.
 State: the window ring and, at KV sources, the global pool, index keys and open groups; see model.Step.
 Errors: none of its own.
 Numerics: scores and softmax in float32; probabilities rounded to bfloat16 only for the product with values.
-Kernel: kernels/mla.py (mla.attend_cached)
+Kernel: kernels/mla.py (mla.attend_cached), kernels/gemm.py (gemm.project)
 Source: model.md 3.7, 6.2; config fields q_lora_rank, o_groups, o_lora_rank, sliding_window.
 Try: notebooks/01_mla.ipynb
 """
@@ -31,7 +31,7 @@ from dskit.config import ModelConfig
 from dskit.layers.cache import Packing, is_packed, read, ready, store_, write_
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
-from dskit.layers.linear import Linear, Numerics, quantize, widened
+from dskit.layers.linear import Linear, Numerics, quantize, unpack_fp8, widened
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import rotate
 from dskit.layers.swa import RingPlan, remember_
@@ -137,10 +137,15 @@ def attend_whole(q_BTAH: Tensor, key_BSH: Tensor, bias_BTS: Tensor, sink_A: Tens
     return cast(o[..., :H].transpose(1, 2), dtype)
 
 
-@ops.op("mla.project")
-def project(o_TAH: Tensor, weight: Tensor, groups: int, dtype: torch.dtype,
-            row_tile: int | None = None) -> Tensor:
-    """Grouped output projection: heads of group g times weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
+@ops.op("gemm.project")
+def project(o_TAH: Tensor, weight: Tensor, scale: Tensor | None, block: tuple[int, int], groups: int,
+            dtype: torch.dtype, held: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """Grouped output projection: heads of group g times weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`.
+
+    scale, block, held: of a weight that is stored as FP8 (linear.fp8); None with numbers.
+    """
+    if scale is not None:
+        weight = unpack_fp8(weight, scale, block, held)
     o_GTX = o_TAH.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)
     weight = widened(weight)
     o_GTX = cast(o_GTX, weight.dtype)
@@ -261,8 +266,9 @@ class Attention(nn.Module):
 
     def output(self, o_TAH: Tensor) -> Tensor:
         """Project each group of heads, which are rotated back, and join: [T, A, H] -> y_TD."""
-        joined = project(o_TAH, self.wo_a.dense(), self.config.o_groups, self.numerics.dtype,
-                         self.numerics.row_tile)
+        wo_a, numerics = self.wo_a, self.numerics
+        joined = project(o_TAH, wo_a.weight, wo_a.scale, wo_a.block, self.config.o_groups, numerics.dtype,
+                         numerics.held, numerics.row_tile)
         return self.wo_b(self.numerics.activation(joined))
 
 

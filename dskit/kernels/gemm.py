@@ -1,0 +1,365 @@
+"""Products with FP8 weights as they are stored: codes of e4m3 and one power of two per block.
+
+Tiling
+    fp8      [T, K] codes x [N, K] codes.  A step reads SPAN groups of K; the tensor core multiplies the codes
+             of one group, and one multiply-add per element of the tile adds its sum, scaled, to the total:
+
+                 K   │ 32 │ 32 │ 32 │ 32 │            sum += 2^(row) 2^(block) (codes . codes)
+                 x   │ s0   s1   s2   s3 │ per row
+                 w   │ r0   r1   r2   r3 │ per block of weight rows
+
+             A tile is kept as [T, blocks, rows of a block], so that a thread needs one product of scales per
+             row and block, and no multiplication per element.
+    grouped  bfloat16 x FP8, y^T = w x^T: weights are widened in registers, exactly, with their scale, and are
+             the left operand, so that few rows of x waste nothing.
+    Few rows leave too few tiles to stream the weight at full speed: K is cut into parts, which a second
+    kernel adds in order, so that a result has the same bits every time.
+
+Shapes
+    x [T, K], or [T, groups * K]; weight [N, K], scale [ceil(N / rows), ceil(K / cols)]; y [T, N].
+
+Units
+    Bytes: N K weights, once for every tile of T.  2 T N K operations, and T N K / 32 multiply-adds beside the
+    tensor core: as many cycles as its own, spent by other warps meanwhile.
+
+Errors
+    ValueError names an argument that does not fit.
+
+Numerics
+    Sums of 32 products are rounded by the tensor core (to about 13 bits), all others are float32.
+
+Source
+    kernels.md 1.2, 2.3.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dskit import ops
+from dskit.kernels.common import (
+    cdiv,
+    dot,
+    from_e8m0,
+    ld,
+    narrow,
+    processors,
+    refuse,
+    require,
+    rows_of,
+    to_bf16,
+    tuned,
+    up_to,
+)
+
+
+def _fp8(block_t: int, block_n: int, fill: int, num_warps: int, num_stages: int, tall: int = 1,
+         tma: int = 0) -> dict[str, int]:
+    return {"block_t": block_t, "block_n": block_n, "fill": fill, "num_warps": num_warps,
+            "num_stages": num_stages, "tall": tall, "tma": tma}
+
+
+def _wide(block_t: int, block_n: int, block_k: int, fill: int, num_warps: int, num_stages: int
+          ) -> dict[str, int]:
+    return {"block_t": block_t, "block_n": block_n, "block_k": block_k, "fill": fill,
+            "num_warps": num_warps, "num_stages": num_stages}
+
+
+# rows up to -> tile, and programs that a multiprocessor should get (K is cut for it); not yet measured
+FP8 = {64: _fp8(64, 64, 3, 4, 4), 256: _fp8(64, 128, 2, 4, 4), 1 << 62: _fp8(128, 128, 1, 8, 4)}
+WIDE = {16: _wide(16, 64, 128, 4, 4, 4), 64: _wide(64, 64, 128, 3, 4, 3),
+        256: _wide(128, 128, 64, 1, 8, 4), 1 << 62: _wide(256, 128, 64, 1, 8, 3)}
+CANDIDATES = {
+    "gemm.fp8/few": (_fp8(64, 64, 3, 4, 4), _fp8(64, 64, 2, 4, 6), _fp8(64, 64, 1, 4, 6),
+                     _fp8(64, 128, 2, 4, 4), _fp8(64, 128, 1, 4, 4), _fp8(64, 128, 2, 4, 4, 1, 1),
+                     _fp8(64, 64, 3, 4, 4, 1, 1), _fp8(128, 64, 2, 8, 4), _fp8(64, 32, 4, 4, 5),
+                     _fp8(128, 128, 1, 8, 4)),
+    "gemm.fp8/many": (_fp8(128, 128, 1, 8, 4), _fp8(128, 128, 1, 8, 3), _fp8(128, 128, 1, 8, 4, 1, 1),
+                      _fp8(64, 128, 1, 4, 3), _fp8(64, 128, 1, 4, 4, 1, 1), _fp8(128, 64, 1, 8, 4, 2),
+                      _fp8(128, 128, 1, 8, 4, 2), _fp8(128, 256, 1, 8, 4), _fp8(256, 128, 1, 8, 4),
+                      _fp8(128, 64, 1, 4, 4)),
+    "gemm.wide/few": (_wide(16, 64, 128, 4, 4, 4), _wide(16, 64, 128, 2, 4, 6), _wide(16, 128, 128, 2, 4, 4),
+                      _wide(32, 64, 128, 3, 4, 4), _wide(64, 64, 128, 3, 4, 3), _wide(64, 128, 64, 2, 8, 4),
+                      _wide(64, 128, 128, 1, 4, 4), _wide(128, 64, 128, 1, 4, 3),
+                      _wide(128, 128, 64, 1, 8, 4)),
+    "gemm.wide/many": (_wide(256, 128, 64, 1, 8, 3), _wide(128, 128, 64, 1, 8, 4),
+                       _wide(128, 128, 64, 1, 4, 3), _wide(256, 64, 64, 1, 4, 4),
+                       _wide(128, 128, 128, 1, 8, 3), _wide(256, 128, 128, 1, 8, 2))}
+MANY = 256  # rows beyond which a product is bound by arithmetic
+FEW = 64  # rows of numbers up to which they are multiplied as such, not rounded to codes first
+BAND = tl.constexpr(8)  # tiles of rows that are walked side by side, so that weights stay in the L2
+PIECE = 1024  # elements whose parts one program adds
+SPANS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # scales read at once -> the word that holds them
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+
+@triton.jit
+def _tile(tiles_t, tiles_n):
+    """(tile of rows, tile of weight rows) of a program: bands of BAND row tiles, walked across N."""
+    pid = tl.program_id(0)
+    band = pid // (BAND * tiles_n)
+    tall = tl.minimum(tiles_t - band * BAND, BAND)
+    within = pid % (BAND * tiles_n)
+    return band * BAND + within % tall, within // tall
+
+
+@triton.jit
+def _scale(word, J: tl.constexpr):
+    """Byte J of words that hold the E8M0 scales of consecutive groups, as a number.
+
+    Byte 0, 2^-127, is taken as zero, and 255, no number, as infinity: what they scale is no weight's.
+    """
+    return (((word.to(tl.int32) >> (8 * J)) & 0xFF) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _group(ptr, desc, at, first, k, K, TMA: tl.constexpr, EVEN: tl.constexpr):
+    """The codes of one group for a tile of rows: a copy by the engine, or by the threads."""
+    if TMA:
+        return desc.load([at, first])
+    elif EVEN:
+        return tl.load(ptr + first)
+    else:
+        return tl.load(ptr + first, mask=first + k < K, other=0.0)
+
+
+@triton.jit
+def _codes(x, w):
+    """Sums of products of codes, [rows, weight rows]."""
+    return dot(x, tl.trans(w), tl.zeros((x.shape[0], w.shape[0]), tl.float32))
+
+
+@triton.jit
+def _add(acc, codes, xs, ws, J: tl.constexpr):
+    """acc [rows, blocks, weight rows of a block] + codes times the scales of group J."""
+    scale = _scale(xs, J)[:, None] * _scale(ws, J)[None, :]
+    return acc + codes.reshape(acc.shape) * scale[:, :, None]
+
+
+@triton.jit
+def _put(y_ptr, acc, t, n, T, N):
+    y = narrow(acc.reshape(t.shape[0], n.shape[0]), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], y, mask=(t[:, None] < T) & (n[None, :] < N))
+
+
+@triton.jit
+def _gemm_fp8_kernel(x_ptr, x_desc, xs_ptr, w_ptr, w_desc, ws_ptr, y_ptr, T, N, K, stride_x, stride_xs,
+                     stride_w, stride_ws, steps, tiles_t, tiles_n, BLOCK_T: tl.constexpr,
+                     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+                     TALL: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of y, or of one part of K of it, TALL * BLOCK_T rows high: each w serves both halves.
+
+    Rows beyond the last repeat it and are not written.
+    """
+    tile_t, tile_n = _tile(tiles_t, tiles_n)
+    BLOCKS: tl.constexpr = max(1, BLOCK_N // ROWS)
+    at_t, at_n = tile_t * (BLOCK_T * TALL), tile_n * BLOCK_N
+    t, n = at_t + tl.arange(0, BLOCK_T), at_n + tl.arange(0, BLOCK_N)
+    row, k = tl.minimum(t, T - 1), tl.arange(0, GROUP)[None, :]
+    x_at, xs_at = x_ptr + row.to(tl.int64)[:, None] * stride_x + k, row * stride_xs
+    w_at = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w + k
+    ws_at = tl.minimum(at_n // ROWS + tl.arange(0, BLOCKS), tl.cdiv(N, ROWS) - 1) * stride_ws
+    acc = tl.zeros((BLOCK_T, BLOCKS, BLOCK_N // BLOCKS), tl.float32)
+    if TALL == 2:
+        row = tl.minimum(t + BLOCK_T, T - 1)
+        x2_at, xs2_at = x_ptr + row.to(tl.int64)[:, None] * stride_x + k, row * stride_xs
+        acc2 = tl.zeros((BLOCK_T, BLOCKS, BLOCK_N // BLOCKS), tl.float32)
+    start = tl.program_id(1) * steps
+    for step in range(start, tl.minimum(start + steps, tl.cdiv(K, GROUP * SPAN))):
+        xs, ws = tl.load(xs_ptr + xs_at + step), tl.load(ws_ptr + ws_at + step)
+        if TALL == 2:
+            xs2 = tl.load(xs_ptr + xs2_at + step)
+        for j in tl.static_range(SPAN):
+            first = (step * SPAN + j) * GROUP
+            w = _group(w_at, w_desc, at_n, first, k, K, TMA, EVEN)
+            acc = _add(acc, _codes(_group(x_at, x_desc, at_t, first, k, K, TMA, EVEN), w), xs, ws, j)
+            if TALL == 2:
+                x2 = _group(x2_at, x_desc, at_t + BLOCK_T, first, k, K, TMA, EVEN)
+                acc2 = _add(acc2, _codes(x2, w), xs2, ws, j)
+    y_ptr += tl.program_id(1).to(tl.int64) * T * N
+    _put(y_ptr, acc, t, n, T, N)
+    if TALL == 2:
+        _put(y_ptr, acc2, t + BLOCK_T, n, T, N)
+
+
+@triton.jit
+def _gemm_wide_kernel(x_ptr, w_ptr, ws_ptr, y_ptr, T, N, K, stride_x, stride_w, stride_ws, steps, tiles_t,
+                      tiles_n, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                      ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of y^T of one group of columns of x, or of one part of K of it; w has N rows for each group."""
+    tile_t, tile_n = _tile(tiles_t, tiles_n)
+    part, group = tl.program_id(1), tl.program_id(2)
+    BLOCKS: tl.constexpr = max(1, BLOCK_N // ROWS)
+    SPANS: tl.constexpr = max(1, BLOCK_K // COLS)
+    t, n = tile_t * BLOCK_T + tl.arange(0, BLOCK_T), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k, span = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, SPANS)[None, :]
+    block = group * (N // ROWS) + tl.minimum(tile_n * BLOCK_N // ROWS + tl.arange(0, BLOCKS),
+                                             tl.cdiv(N, ROWS) - 1)
+    x_at = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[:, None] * stride_x + group * K + k
+    w_at = w_ptr + (group * N + tl.minimum(n, N - 1)).to(tl.int64)[:, None] * stride_w + k
+    ws_at = ws_ptr + block[:, None] * stride_ws
+    beyond = tl.cdiv(K, COLS) - 1
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    ahead = tl.load(ws_at + tl.minimum(part * steps * BLOCK_K // COLS + span, beyond))
+    for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, BLOCK_K))):
+        first, scale = step * BLOCK_K, from_e8m0(ahead)
+        ahead = tl.load(ws_at + tl.minimum((first + BLOCK_K) // COLS + span, beyond))
+        if EVEN:
+            x, w = tl.load(x_at + first), ld(w_at + first)
+        else:
+            x = tl.load(x_at + first, mask=first + k < K, other=0.0)
+            w = ld(w_at + first, mask=first + k < K)
+        w = w.reshape(BLOCKS, BLOCK_N // BLOCKS, SPANS, BLOCK_K // SPANS) * scale[:, None, :, None]
+        acc = dot(to_bf16(w.reshape(BLOCK_N, BLOCK_K)), tl.trans(x), acc)
+    wide = tl.num_programs(2) * N
+    y_ptr += part.to(tl.int64) * T * wide + group * N
+    y_at = y_ptr + t.to(tl.int64)[:, None] * wide + n[None, :]
+    y = narrow(tl.trans(acc), y_ptr.dtype.element_ty)
+    tl.store(y_at, y, mask=(t[:, None] < T) & (n[None, :] < N))
+
+
+@triton.jit
+def _gemm_sum_kernel(part_ptr, y_ptr, size, PARTS: tl.constexpr, PIECE: tl.constexpr):
+    """Add the parts of K, the first first."""
+    at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
+    total = tl.load(part_ptr + at, mask=at < size, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(part_ptr + at + part * size, mask=at < size, other=0.0)
+    tl.store(y_ptr + at, narrow(total, y_ptr.dtype.element_ty), mask=at < size)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------
+
+def _config(kernel: str, table: dict, rows: int, steady: bool, *widths: int) -> dict[str, int]:
+    """Tiles for so many rows; steady ones must not depend on what was measured."""
+    name = f"gemm.{kernel}/{'few' if rows <= MANY else 'many'}"
+    return up_to(table, rows) if steady else tuned(name, (rows, *widths), up_to(table, rows))
+
+
+def _cut(tiles: int, steps: int, fill: int, like: Tensor) -> tuple[int, int]:
+    """(parts of K, steps of each) so that every multiprocessor has `fill` programs, of 4 steps at least."""
+    wanted = fill * processors(like) // max(1, tiles)
+    each = cdiv(steps, max(1, min(wanted, steps // 4)))
+    return cdiv(steps, each), each
+
+
+def _summed(parts: int, shape: tuple[int, int], dtype: torch.dtype, launch, like: Tensor) -> Tensor:
+    """What `launch` writes, [T, N] of `dtype`; of several parts of K the sum."""
+    y = torch.empty(shape, dtype=dtype, device=like.device)
+    if parts == 1:
+        launch(y)
+        return y
+    scratch = torch.empty(parts, *shape, dtype=torch.float32, device=like.device)
+    launch(scratch)
+    _gemm_sum_kernel[(cdiv(y.numel(), PIECE),)](scratch, y, y.numel(), PARTS=parts, PIECE=PIECE, num_warps=4)
+    return y
+
+
+def _coded(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int],
+           dtype: torch.dtype, row_tile: int | None) -> Tensor:
+    """x [T, K] e4m3 codes and their scales."""
+    (T, K), N, group = x.shape, weight.shape[0], block[1]
+    rows = row_tile or T
+    config = _config("fp8", FP8, rows, row_tile is not None, N, K)
+    bt, bn, tall = config["block_t"], config["block_n"], config["tall"]
+    span = next(n for n in (4, 2, 1) if n * group <= max(128, group) and K % (n * group) == 0 or n == 1)
+    even = K % (span * group) == 0
+    tma = bool(config["tma"]) and K % 16 == 0
+    descs = (_descriptor(x, bt, group), _descriptor(weight, bn, group)) if tma else (None, None)
+    tiles = cdiv(T, bt * tall), cdiv(N, bn)
+    parts, steps = _cut(cdiv(rows, bt * tall) * tiles[1], cdiv(K, span * group), config["fill"], x)
+    x_scale, scale = (s.view(torch.uint8).contiguous().view(SPANS[span]) for s in (x_scale, scale))
+
+    def launch(y: Tensor) -> None:
+        _gemm_fp8_kernel[(tiles[0] * tiles[1], parts)](
+            x, descs[0], x_scale, weight, descs[1], scale, y, T, N, K, x.stride(0), x_scale.stride(0),
+            weight.stride(0), scale.stride(0), steps, *tiles, BLOCK_T=bt, BLOCK_N=bn, ROWS=block[0],
+            GROUP=group, SPAN=span, TALL=tall, TMA=tma, EVEN=even, num_warps=config["num_warps"],
+            num_stages=config["num_stages"])
+
+    return _summed(parts, (T, N), dtype, launch, x)
+
+
+def _descriptor(codes: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return TensorDescriptor(codes, codes.shape, codes.stride(), [rows, cols])
+
+
+def _widened(x: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], groups: int,
+             dtype: torch.dtype, row_tile: int | None) -> Tensor:
+    """x [T, groups * K] of bfloat16."""
+    (T, K), N = (x.shape[0], x.shape[1] // groups), weight.shape[0] // groups
+    rows = row_tile or T
+    config = _config("wide", WIDE, rows, row_tile is not None, N, K, groups)
+    bt, bn, bk = config["block_t"], config["block_n"], config["block_k"]
+    tiles = cdiv(T, bt), cdiv(N, bn)
+    parts, steps = _cut(cdiv(rows, bt) * tiles[1] * groups, cdiv(K, bk), config["fill"], x)
+    scale = scale.view(torch.uint8)
+
+    def launch(y: Tensor) -> None:
+        _gemm_wide_kernel[(tiles[0] * tiles[1], parts, groups)](
+            x, weight, scale, y, T, N, K, x.stride(0), weight.stride(0), scale.stride(0), steps, *tiles,
+            BLOCK_T=bt, BLOCK_N=bn, BLOCK_K=bk, ROWS=block[0], COLS=block[1], EVEN=K % bk == 0,
+            num_warps=config["num_warps"], num_stages=config["num_stages"])
+
+    return _summed(parts, (T, groups * N), dtype, launch, x)
+
+
+# ---- the ops -----------------------------------------------------------------------------------------------
+
+def _cannot(x: Tensor, weight: Tensor, scale: Tensor | None, block: tuple[int, int], coded: bool = False,
+            groups: int = 1) -> str | None:
+    """Why these tensors cannot be multiplied here, or None."""
+    if scale is None:
+        return "the weight is held as numbers: a library multiplies those"
+    if weight.dtype != torch.float8_e4m3fn:
+        return f"weight is {weight.dtype}; codes of e4m3 are expected"
+    if not coded and x.dtype != torch.bfloat16:
+        return f"x is {x.dtype}; products of e4m3 are exact with bfloat16"
+    if any(n not in (32, 64, 128) for n in block):
+        return f"scales are for blocks of {block[0]} x {block[1]}; 32, 64 and 128 are known"
+    if weight.shape[0] // groups % block[0] and groups > 1:
+        return f"a group's {weight.shape[0] // groups} weight rows are no whole blocks of {block[0]}"
+    return refuse(x, weight, scale, sm=89)  # e4m3 operands
+
+
+@ops.implement("gemm.fp8", "triton", when=lambda x, x_scale, weight, scale, block, *rest:
+               _cannot(x, weight, scale, block, x_scale is not None))
+def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block: tuple[int, int],
+        dtype: torch.dtype, held: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """x [..., K], rounded: numbers, or codes with their scales, times weight [N, K] -> [..., N] of `dtype`.
+
+    Few numbers are multiplied as they are; many are turned into codes, which loses nothing.
+    """
+    K = weight.shape[1]
+    require(x.shape[-1] == K, "x", f"has {x.shape[-1]} channels, the weight {K}")
+    lines = rows_of(x)
+    if not lines.shape[0]:
+        y = torch.empty(0, weight.shape[0], dtype=dtype, device=x.device)
+    elif x_scale is None and (row_tile or lines.shape[0]) <= FEW:
+        y = _widened(lines, weight, scale, block, 1, dtype, row_tile)
+    else:
+        if x_scale is None:
+            lines, x_scale = ops.find("linear.encode").implementation("triton").function(
+                lines, f"fp8_{block[1]}")
+        x_scale = x_scale.reshape(lines.shape[0], -1)
+        require(x_scale.shape[1] == cdiv(K, block[1]), "x_scale", f"must have {cdiv(K, block[1])} columns")
+        y = _coded(lines.view(torch.float8_e4m3fn), x_scale, weight, scale, block, dtype, row_tile)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@ops.implement("gemm.project", "triton", when=lambda o_TAH, weight, scale, block, groups, *rest:
+               _cannot(o_TAH, weight, scale, block, groups=groups))
+def project(o_TAH: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], groups: int,
+            dtype: torch.dtype, held: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """Heads of group g times weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
+    x = rows_of(o_TAH.flatten(1))
+    require(x.shape[1] == groups * weight.shape[1], "o_TAH",
+            f"has {x.shape[1]} values a row; {groups} groups of {weight.shape[1]} are expected")
+    if not x.shape[0]:
+        return torch.empty(0, weight.shape[0], dtype=dtype, device=x.device)
+    return _widened(x, weight, scale, block, groups, dtype, row_tile)
