@@ -88,7 +88,7 @@ def test_what_had_no_room_beside_others_is_compared_alone(monkeypatch):
 
     def work(jobs, options, count, end):
         asked.append(count)
-        full = {"class": "E", "rel_rms": None, "passed": None, "figure": "OutOfMemoryError: CUDA out of memory"}
+        full = {"class": "E", "rel_rms": None, "passed": None, "figure": "OutOfMemoryError: out of memory"}
         for job in jobs:
             yield job, blank | {"op": job["op"], "check": full if count > 1 and job["op"] == "b" else None}
 
