@@ -72,22 +72,19 @@ Experts = Any  # of layers/linear.py: a kernel file knows a layer by its attribu
 Numerics = Any
 
 def _config(tokens: int, features: int, step: int, warps: int, stages: int) -> dict[str, int]:
-    """Tokens and weight rows of a tile (of gate and of up each); channels of a step."""
+    """Tokens and weight rows of a tile (half of gate, half of up); channels of a step."""
     return {"tokens": tokens, "features": features, "step": step, "num_warps": warps, "num_stages": stages}
 
 
 # most rows that an expert has on average -> its tiles
-UP = {10: _config(16, 64, 256, 4, 3), 24: _config(32, 64, 256, 4, 3), 96: _config(64, 64, 256, 4, 3),
-      1 << 62: _config(128, 64, 256, 4, 3)}
-DOWN = {10: _config(16, 128, 256, 4, 3), 24: _config(32, 128, 256, 4, 3), 96: _config(64, 128, 256, 4, 3),
-        1 << 62: _config(128, 128, 256, 8, 3)}
-CANDIDATES = {
-    "moe.experts/up": (*UP.values(), _config(16, 64, 256, 4, 4), _config(16, 64, 128, 4, 4),
-                       _config(16, 128, 256, 8, 3), _config(16, 32, 256, 4, 4), _config(64, 128, 256, 8, 3),
-                       _config(64, 128, 128, 8, 4), _config(64, 64, 128, 4, 4)),
-    "moe.experts/down": (*DOWN.values(), _config(16, 128, 256, 4, 4), _config(16, 64, 256, 4, 4),
-                         _config(16, 256, 256, 8, 3), _config(64, 256, 256, 8, 3),
-                         _config(64, 256, 128, 8, 4), _config(64, 128, 128, 4, 4))}
+UP = {10: _config(16, 128, 256, 4, 3), 24: _config(32, 128, 256, 4, 3), 96: _config(64, 128, 128, 4, 4),
+      1 << 62: _config(128, 128, 128, 8, 4)}
+DOWN = UP
+CANDIDATES = {name: (*UP.values(), _config(16, 128, 256, 4, 4), _config(16, 128, 128, 4, 4),
+                     _config(16, 64, 256, 4, 4), _config(16, 256, 256, 8, 3), _config(64, 128, 256, 4, 2),
+                     _config(64, 256, 128, 8, 4), _config(64, 256, 256, 8, 3), _config(128, 256, 128, 8, 3))
+              for name in ("moe.experts/up", "moe.experts/down")}
+
 
 # ---- restoring ---------------------------------------------------------------------------------------------
 
@@ -125,29 +122,36 @@ def _lifted(codes):
 
 
 @triton.jit
-def _half(words, byte, CODES: tl.constexpr, HALF: tl.constexpr):
-    """The codes of one half of each word as a tuple of operands [rows, words], scaled and lowered."""
-    if CODES == 1:
-        return (words,)
-    elif INTERP:
+def _beside(a, b):
+    """[rows, n] and [rows, n] -> [rows, 2 n]: a matter of names, since each thread holds whole rows' ends."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
+def _operand(words, byte, CODES: tl.constexpr, HALF: tl.constexpr):
+    """The codes of one half of each word, [rows, CODES / 2 * words]: all first ones, then all second ones."""
+    if INTERP:
         scale = from_e8m0(byte) * 5.421010862427522e-20  # 2^-64
+        words = words >> (16 * HALF)
         if CODES == 8:
-            return (from_e2m1((words >> (16 * HALF)) & 15) * scale,
-                    from_e2m1((words >> (16 * HALF + 4)) & 15) * scale,
-                    from_e2m1((words >> (16 * HALF + 8)) & 15) * scale,
-                    from_e2m1((words >> (16 * HALF + 12)) & 15) * scale)
+            low = _beside(from_e2m1(words & 15), from_e2m1(words >> 4 & 15))
+            high = _beside(from_e2m1(words >> 8 & 15), from_e2m1(words >> 12 & 15))
+            scale = _beside(scale, scale)
+            return _beside(low * scale, high * scale)
         else:
-            return (from_e4m3(((words >> (16 * HALF)) & 255).to(tl.uint8)) * scale,
-                    from_e4m3(((words >> (16 * HALF + 8)) & 255).to(tl.uint8)) * scale)
+            return _beside(from_e4m3((words & 255).to(tl.uint8)) * scale,
+                           from_e4m3(((words >> 8) & 255).to(tl.uint8)) * scale)
     else:
         factor = tl.minimum(byte.to(tl.int32) + _lifted(CODES), 255) * 0x00800080  # a pair of powers of two
         if CODES == 8:
-            return tl.inline_asm_elementwise(
+            a, b, c, d = tl.inline_asm_elementwise(
                 _restoring(CODES, HALF), _constraints(CODES), [words, factor],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+            return _beside(_beside(a, b), _beside(c, d))
         else:
-            return tl.inline_asm_elementwise(_restoring(CODES, HALF), _constraints(CODES), [words, factor],
+            a, b = tl.inline_asm_elementwise(_restoring(CODES, HALF), _constraints(CODES), [words, factor],
                                              dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+            return _beside(a, b)
 
 
 # ---- which tokens meet which rows --------------------------------------------------------------------------
@@ -185,20 +189,18 @@ def _spread_kernel(x_ptr, out_ptr, stride_x, D: tl.constexpr, CODES: tl.constexp
 
 @triton.jit
 def _read(w_row, s_row, step, STEP: tl.constexpr, CODES: tl.constexpr, SCALE_K: tl.constexpr):
-    """(words [rows, words], each word's scale byte) of one step; of plain numbers (numbers, None)."""
+    """(words [rows, words], each word's scale byte) of one step."""
     words = tl.load(w_row + step * (STEP // CODES))
-    if CODES == 1:
-        return words, None
-    else:
-        byte = tl.load(s_row + step * (STEP // SCALE_K))
-        byte = byte[:, :, None].broadcast_to(byte.shape[0], byte.shape[1], SCALE_K // CODES)
-        return words, byte.reshape(words.shape[0], words.shape[1])
+    byte = tl.load(s_row + step * (STEP // SCALE_K))
+    byte = byte[:, :, None].broadcast_to(byte.shape[0], byte.shape[1], SCALE_K // CODES)
+    return words, byte.reshape(words.shape[0], words.shape[1])
 
 
 @triton.jit
-def _activated(gate, linear, weight, limit, LIMITED: tl.constexpr, GROUP: tl.constexpr):
-    """The input of w2 [features, tokens], rounded, and quantised in groups of features, restored."""
-    gate, linear = narrow(gate, tl.bfloat16).to(tl.float32), narrow(linear, tl.bfloat16).to(tl.float32)
+def _activated(acc, weight, limit, LIMITED: tl.constexpr, GROUP: tl.constexpr):
+    """The input of w2 [features, tokens] from gate rows over up rows: rounded, and quantised by groups."""
+    pair = narrow(acc, tl.bfloat16).to(tl.float32).reshape(2, acc.shape[0] // 2, acc.shape[1])
+    gate, linear = tl.split(pair.permute(1, 2, 0))
     gate, linear = moe._clamped(gate, linear, limit, LIMITED)
     hidden = narrow(gate * moe._sigmoid(gate) * linear * weight[None, :], tl.bfloat16).to(tl.float32)
     groups = hidden.reshape(hidden.shape[0] // GROUP, GROUP, hidden.shape[1])
@@ -211,12 +213,11 @@ def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr,
                     SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
                     NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of weight rows times tokens of one expert.
+    """A tile of weight rows times tokens of one expert, N results each.
 
-    Up: rows m of gate and N + m of up, activated, laid out for a second product whose steps are NEXT
-    channels; tokens by `order`.  Down: rows m, plain.  Weight rows beyond the last repeat it, unwritten.
+    Up: half the rows are m of gate, half N + m of up; activated, laid out for a second product whose steps
+    are NEXT channels; tokens by `order`.  Down: rows m, plain.  Rows beyond the last repeat it, unwritten.
     """
-    WORDS: tl.constexpr = STEP // CODES
     if order_ptr is None:  # a token alone: tiles are its slots
         expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
         row = tl.program_id(1) + tl.arange(0, BLOCK_N)
@@ -230,47 +231,37 @@ def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr,
         row = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_N)
         inside = row < tl.load(tile_ptr + 2)
         slot = tl.load(order_ptr + row, mask=inside, other=0)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    feature = tl.minimum(m, N - 1)
-    word = tl.arange(0, WORDS)
+    ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
+    first = tl.program_id(0) * ROWS
+    r = tl.arange(0, BLOCK_M)
+    feature = tl.minimum(first + r % ROWS, N - 1) + r // ROWS * N
+    feature += expert * (2 * N if UP else N)
+    w_row = w_ptr + feature[:, None] * (K // CODES) + tl.arange(0, STEP // CODES)[None, :]
     token = slot // J if UP else row
-    x_row = x_ptr + token.to(tl.int64)[None, :] * K + word[:, None]
-    w_row = w_ptr + (expert * (2 * N if UP else N) + feature)[:, None] * (K // CODES) + word[None, :]
-    s_row = s_ptr
-    if CODES > 1:
-        s_row += ((expert * (2 * N if UP else N) + feature) // SCALE_N)[:, None] * (K // SCALE_K)
-        s_row += tl.arange(0, STEP // SCALE_K)[None, :]
-    w2_row, s2_row = w_row, s_row
-    if UP:
-        w2_row += N.to(tl.int64) * (K // CODES)
-        if CODES > 1:
-            s2_row += N // SCALE_N * (K // SCALE_K)
+    x_row = x_ptr + token.to(tl.int64)[None, :] * K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc2 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(K // STEP):
-        words, byte = _read(w_row, s_row, step, STEP, CODES, SCALE_K)
-        if UP:
-            words2, byte2 = _read(w2_row, s2_row, step, STEP, CODES, SCALE_K)
-        for half in tl.static_range(2 if CODES > 1 else 1):
-            a = _half(words, byte, CODES, half)
-            if UP:
-                b = _half(words2, byte2, CODES, half)
-            for i in tl.static_range(CODES // 2 if CODES > 1 else 1):
-                x = tl.load(x_row + step * STEP + (half * (CODES // 2) + i) * WORDS, mask=inside[None, :],
-                            other=0.0)
-                acc = dot(a[i], x, acc)
-                if UP:
-                    acc2 = dot(b[i], x, acc2)
-    raise_by: tl.constexpr = 1.0 if CODES == 1 else 18446744073709551616.0  # 2^64
-    written = inside[None, :] & (m < N)[:, None]
-    row = row.to(tl.int64)[None, :] * N
-    if UP:
-        weight = tl.load(weight_ptr + slot, mask=inside, other=0.0)
-        hidden = _activated(acc * raise_by, acc2 * raise_by, weight, limit, LIMITED, GROUP)
-        m = m // NEXT * NEXT + m % NEXT_CODES * (NEXT // NEXT_CODES) + m % NEXT // NEXT_CODES
-        tl.store(y_ptr + row + m[:, None], narrow(hidden, tl.bfloat16), mask=written)
+    if CODES == 1:
+        x_row += tl.arange(0, STEP)[:, None]
+        for step in range(K // STEP):
+            x = tl.load(x_row + step * STEP, mask=inside[None, :], other=0.0)
+            acc = dot(tl.load(w_row + step * STEP), x, acc)
     else:
-        tl.store(y_ptr + row + m[:, None], narrow(acc * raise_by, tl.bfloat16), mask=written)
+        x_row += tl.arange(0, STEP // 2)[:, None]
+        s_row = s_ptr + (feature // SCALE_N)[:, None] * (K // SCALE_K)
+        s_row += tl.arange(0, STEP // SCALE_K)[None, :]
+        for step in range(K // STEP):
+            words, byte = _read(w_row, s_row, step, STEP, CODES, SCALE_K)
+            for half in tl.static_range(2):
+                x = tl.load(x_row + step * STEP + half * (STEP // 2), mask=inside[None, :], other=0.0)
+                acc = dot(_operand(words, byte, CODES, half), x, acc)
+        acc *= 18446744073709551616.0  # 2^64
+    m = first + tl.arange(0, ROWS)
+    out = acc
+    if UP:
+        out = _activated(acc, tl.load(weight_ptr + slot, mask=inside, other=0.0), limit, LIMITED, GROUP)
+        m = m // NEXT * NEXT + m % NEXT_CODES * (NEXT // NEXT_CODES) + m % NEXT // NEXT_CODES
+    written = inside[None, :] & (first + tl.arange(0, ROWS) < N)[:, None]
+    tl.store(y_ptr + row.to(tl.int64)[None, :] * N + m[:, None], narrow(out, tl.bfloat16), mask=written)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -329,7 +320,7 @@ def _multiply(x: Tensor, weight: Experts, config: dict[str, int], tile: Tensor, 
     share, limit, group, next_codes, next_step = up or (None, 0.0, 1, 1, 1)
     N = weight.out_features // 2 if up else weight.out_features
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
-    grid = (cdiv(N, config["features"]), len(tile))
+    grid = (cdiv(weight.out_features, config["features"]), len(tile))
     _product_kernel[grid](x, words, scale, tile, order, share, y, N, weight.experts, limit,
                           weight.in_features, J, codes, scale_n, scale_k, up is not None, limit > 0, group,
                           next_codes, next_step, config["step"], config["features"], config["tokens"],
@@ -350,7 +341,7 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
         return x_TD.new_empty(0, D, dtype=numerics.dtype)
     group, steady, total = layout(numerics.activation_format)[1], numerics.steady, part[1] if part else 0
     each = cdiv(T * J, max(total, w13.experts))
-    up = _configuration("up", UP, T, each, w13, 2 * I, group, steady)
+    up = _configuration("up", UP, T, each, w13, 2 * I, 2 * group, steady)
     down = _configuration("down", DOWN, T, each, w2, D, 1, steady)
     order, place, tile, tile2, rows = None, None, topk_TJ[0], topk_TJ[0], None
     if T > 1 or part:
