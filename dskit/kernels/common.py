@@ -477,6 +477,42 @@ def from_e2m1_byte(byte):
     return from_fp16_pair(((code & 0x00070007) << 9) | ((code & 0x00080008) << 12))
 
 
+# ---- in kernels: operands of an FP8 product ----------------------------------------------------------------
+# Interpreted they are float32 values, which `dot` takes as well.  They need sm_89, as the product does.
+
+@triton.jit
+def e4m3_operand(x):
+    """float32 -> the nearest e4m3 values, saturating at 448."""
+    if INTERP:
+        return e4m3(x)
+    else:
+        return _within(x, 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def e2m1_low(byte):
+    """The e2m1 in the low half of bytes, times 2^-6: its bits read as e4m3's, subnormals included."""
+    if INTERP:
+        return from_e2m1(byte & 15) * 0.015625
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 a, b; shl.b32 a, $1, 2; shl.b32 b, $1, 4; and.b32 b, b, 0x80808080;"
+            " lop3.b32 $0, a, 0x1C1C1C1C, b, 0xEA;}", "=r,r", [byte], dtype=tl.float8e4nv, is_pure=True,
+            pack=4)
+
+
+@triton.jit
+def e2m1_high(byte):
+    """The e2m1 in the high half of bytes, times 2^-6."""
+    if INTERP:
+        return from_e2m1(byte >> 4) * 0.015625
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 a, b; shr.b32 a, $1, 2; and.b32 b, $1, 0x80808080;"
+            " lop3.b32 $0, a, 0x1C1C1C1C, b, 0xEA;}", "=r,r", [byte], dtype=tl.float8e4nv, is_pure=True,
+            pack=4)
+
+
 # ---- in kernels: groups of channels that share a scale -----------------------------------------------------
 # KIND is what `layout` makes of a format's name: fp8, fp4_32 (both with E8M0 scales) or fp4_16 (e4m3 scales).
 

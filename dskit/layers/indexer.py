@@ -13,7 +13,7 @@ State: index keys are a cache (cache.py): numbers or packed bytes.
 Errors: none of its own.
 Numerics: release scores are bfloat16 after the dot product, the head product and the sum; ties go to the
 lower index.
-Kernel: kernels/indexer.py (indexer.scores, indexer.blocks, indexer.topk)
+Kernel: kernels/indexer.py (indexer.scores_cached, indexer.blocks, indexer.topk)
 Source: model.md 3.9, 6.2, 9; config fields index_topk, candidate_topk_blocks, candidate_block_size.
 """
 
@@ -70,6 +70,18 @@ def scores(q_BQXY: Tensor, weight_BQX: Tensor, key_BSY: Tensor, row_tile: int | 
             dot = (tiles @ q.transpose(2, 3)[:, :, None]).flatten(2, 3).transpose(2, 3)
         parts.append((dot.to(dtype).relu() * weight[..., None]).sum(dim=2)[..., :S])
     return torch.cat(parts, dim=1) if parts else key.new_zeros(B, Q, S, dtype=dtype)
+
+
+@ops.op("indexer.scores_cached", grad=False)
+def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor,
+                  packing: Packing, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """`scores` of the keys in rows `table` of a cache, read as `dtype`; -inf outside what a row may see.
+
+    Queries are numbers that are rounded as keys are.
+    """
+    of = scores(q_BQXY, weight_BQX, read(pool, table_BS, packing, dtype), row_tile)
+    hidden = torch.arange(of.shape[-1], device=of.device) >= visible_BQ[..., None]
+    return of.masked_fill(hidden, float("-inf"))
 
 
 @ops.op("indexer.blocks")
@@ -162,13 +174,9 @@ class Indexer(nn.Module):
               segments: list[Segment]) -> list[Tensor]:
         """Scores [B, Q, S] per segment, -inf outside what a row may see."""
         q, weight = self.query(x_TD, latent_TR, turn)
-        found = []
-        for seg in segments:
-            of = scores(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
-                        read(pool, seg.table, self.packing, self.numerics.compute), self.numerics.row_tile)
-            hidden = torch.arange(of.shape[-1], device=of.device) >= seg.visible[..., None]
-            found.append(of.masked_fill(hidden, float("-inf")))
-        return found
+        return [scores_cached(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
+                              pool, seg.table, seg.visible, self.packing, self.numerics.compute,
+                              self.numerics.row_tile) for seg in segments]
 
     def select(self, found: list[Tensor], segments: list[Segment], candidates: list[Tensor] | None
                ) -> tuple[list[Tensor], list[Tensor] | None]:

@@ -1,0 +1,381 @@
+"""Selection: keys scored as they are stored, and the best of a row found without sorting it.
+
+Scores
+    A program has KEYS keys of a request in registers, as the matrix operand that wgmma takes from there, and
+    the queries of ROWS rows, all heads of them, in shared memory.
+
+    key    | group 0 | group 1 | group 2 | group 3 | s0 s1 s2 s3 |      64 bytes of e2m1 pairs, 4 of scales
+    low    |  16 even channels of each group ...   |                    bits moved: e4m3, exact
+    high   |  16 odd channels of each group ...    |
+    query  per group a tile with zeros where the other group of its 32 bytes is, even and odd channels apart
+
+    So each group has sums of its own, whole numbers below 2^13 and thus exact even in the accumulators of FP8
+    products; float32 then applies the key's scales, the relu and the head's weight.  68 bytes are read per
+    key and row block, 2 written per row: the keys as numbers would be 256.
+
+Top-k
+    peaks    ..#.|....|#...|.#..     maxima of chunks, read at full width by as many programs as there are
+    chunks   the k best of them      an entry of the best k lies in one of the best k chunks, ties included
+    picks    the k best in those     again a tile in registers, its threshold found bit by bit by counting
+
+    Rows that fit a tile skip the first two.  Blocks of candidates are chunks whose maxima are asked for.
+
+Shapes
+    q [B, Q, X, 128] rounded numbers, weight [B, Q, X], pool [P, 68] uint8, table [B, S] and visible [B, Q]
+    int64 -> scores [B, Q, S] in the weight's dtype.  Scores [..., S] bfloat16 or float32 -> indices
+    [..., k] int64, or a mask [..., S].
+
+Units
+    Bytes: 68 B S + 2 B Q S for scores; 2 S a row for the top-k, once.
+
+Errors
+    ValueError names an argument whose shape does not fit.  Other widths and packings, float64, and rows that
+    a tile of chunks cannot hold are refused; scores need sm_89.
+
+Numerics
+    Products of a group are exact where the largest channels of a query's groups lie within 2^13 of each
+    other; a smaller group is rounded to 2^-16 of the head's largest channel.  Sums in float32, one rounding.
+
+Source
+    kernels.md 1.5, 2.3; the references are in layers/indexer.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dskit import ops
+from dskit.kernels import common
+from dskit.kernels.common import (
+    cdiv,
+    dot,
+    e2m1_high,
+    e2m1_low,
+    e4m3_operand,
+    inverse,
+    ld,
+    narrow,
+    pow2,
+    refuse,
+    require,
+    rows_of,
+    too_wide,
+    tuned,
+    up_to,
+)
+
+WIDTH, NBYTES = 128, 68  # of an index key, in numbers and as stored
+
+PROGRAMS = 8 if not common.INTERPRET else 1  # per processor at least, where there is work for them
+
+# by rows per request, not yet measured: keys of a tile; columns, heads times rows, of a product; tiles of a
+# program at most
+CONFIGS = {1: {"KEYS": 128, "COLUMNS": 32, "TILES": 32, "num_warps": 4, "num_stages": 3},
+           2: {"KEYS": 64, "COLUMNS": 64, "TILES": 32, "num_warps": 4, "num_stages": 3},
+           1 << 62: {"KEYS": 64, "COLUMNS": 128, "TILES": 32, "num_warps": 4, "num_stages": 3}}
+if common.INTERPRET:
+    CONFIGS = {1: CONFIGS[1] | {"TILES": 2}, 1 << 62: CONFIGS[2] | {"TILES": 2}}
+
+# not yet measured: values that a program reads; entries of a tile that picks, per warp
+PEAKS = {"VALUES": 4096, "num_warps": 4}
+PICK = {"LANES": 512}
+DIRECT = 16384 if not common.INTERPRET else 64  # values up to which a row is one tile
+LARGEST = 32768  # values of a tile
+
+
+def _tile(keys: int, columns: int, tiles: int, warps: int, stages: int) -> dict[str, int]:
+    return {"KEYS": keys, "COLUMNS": columns, "TILES": tiles, "num_warps": warps, "num_stages": stages}
+
+
+CANDIDATES = {
+    "indexer.scores_cached": (
+        _tile(128, 32, 32, 4, 3), _tile(128, 32, 32, 4, 4), _tile(128, 32, 32, 4, 2), _tile(64, 32, 64, 4, 4),
+        _tile(128, 32, 32, 8, 3), _tile(256, 32, 16, 8, 3), _tile(128, 64, 32, 8, 3), _tile(64, 64, 64, 4, 3),
+        _tile(128, 128, 32, 8, 3), _tile(64, 128, 64, 4, 3), _tile(64, 128, 64, 8, 3)),
+    "indexer.topk/peaks": tuple({"VALUES": values, "num_warps": warps} for values, warps in
+                                ((2048, 4), (4096, 4), (8192, 4), (8192, 8), (16384, 8))),
+    "indexer.topk/pick": tuple({"LANES": lanes} for lanes in (256, 512, 1024, 2048)),
+}
+
+
+# ---- scores ------------------------------------------------------------------------------------------------
+
+@triton.jit
+def _query(q_ptr, at, scale, real, GROUP: tl.constexpr, ODD: tl.constexpr):
+    """[32 bytes, columns]: what the even or odd channels of the keys' bytes around a group meet, e4m3.
+
+    Those of the other group that shares the 32 bytes are zero.
+    """
+    byte = tl.arange(0, 32)[:, None]
+    mine = real[None, :] & (byte // 16 == GROUP % 2)
+    x = ld(q_ptr + at[None, :] + 64 * (GROUP // 2) + 2 * byte + ODD, mine)
+    return e4m3_operand(x * inverse(scale)[None, :])
+
+
+@triton.jit
+def _of_group(low, high, even, odd, scales, GROUP: tl.constexpr):
+    """Products over one group of channels [KEYS, columns], times the keys' scales of that group."""
+    product = dot(low, even, tl.zeros([low.shape[0], even.shape[1]], tl.float32))
+    product = dot(high, odd, product)
+    # a scale of byte 0, which is not quite zero, stands beside codes that are
+    scale = (((scales >> (8 * GROUP)) & 0xFF) << 23).to(tl.float32, bitcast=True)
+    return product * scale[:, None]
+
+
+@triton.jit(do_not_specialize=["Q", "row_blocks", "spans", "tiles"])
+def _indexer_scores_cached_fwd_kernel(q_ptr, weight_ptr, byte_ptr, word_ptr, table_ptr, visible_ptr, out_ptr,
+                                      Q, S, row_blocks, spans, tiles, X: tl.constexpr, ROWS: tl.constexpr,
+                                      KEYS: tl.constexpr, STAGES: tl.constexpr):
+    block = tl.program_id(0) % row_blocks
+    span = tl.program_id(0) // row_blocks
+    request = (span // spans).to(tl.int64)
+    first = (span % spans) * tiles * KEYS
+    last = tl.minimum(first + tiles * KEYS, S)
+
+    column = tl.arange(0, ROWS * X)
+    real = block * ROWS + column // X < Q
+    head = (request * Q + block * ROWS) * X + column
+    q_at = head * 128
+    channel = tl.arange(0, 128)[None, :]
+    most = tl.max(tl.abs(ld(q_ptr + q_at[:, None] + channel, real[:, None])), axis=1)
+    power = tl.maximum(most, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000  # at or below, of two
+    scale = power.to(tl.float32, bitcast=True) / 128  # e4m3 reaches 448
+    even0, odd0 = _query(q_ptr, q_at, scale, real, 0, 0), _query(q_ptr, q_at, scale, real, 0, 1)
+    even1, odd1 = _query(q_ptr, q_at, scale, real, 1, 0), _query(q_ptr, q_at, scale, real, 1, 1)
+    even2, odd2 = _query(q_ptr, q_at, scale, real, 2, 0), _query(q_ptr, q_at, scale, real, 2, 1)
+    even3, odd3 = _query(q_ptr, q_at, scale, real, 3, 0), _query(q_ptr, q_at, scale, real, 3, 1)
+    weight = ld(weight_ptr + head, real) * scale * 64  # codes of keys are 2^-6 of their values
+
+    row = block * ROWS + tl.arange(0, ROWS)[None, :]
+    mine = row < Q
+    seen = tl.load(visible_ptr + request * Q + row, mine, other=0).to(tl.int32)
+    limit = tl.minimum(tl.max(seen), last)
+    out = out_ptr + (request * Q + row) * S
+    byte = tl.arange(0, 32)[None, :]
+    for start in tl.range(first, limit, KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        at = tl.load(table_ptr + request * S + key, key < limit, other=0).to(tl.int32).to(tl.int64)
+        codes = byte_ptr + at[:, None] * 68 + byte  # every row of the table is a row of the pool
+        left = tl.load(codes)
+        right = tl.load(codes + 32)
+        scales = tl.load(word_ptr + at * 17 + 16)
+        low, high = e2m1_low(left), e2m1_high(left)
+        score = _of_group(low, high, even0, odd0, scales, 0)
+        score += _of_group(low, high, even1, odd1, scales, 1)
+        low, high = e2m1_low(right), e2m1_high(right)
+        score += _of_group(low, high, even2, odd2, scales, 2)
+        score += _of_group(low, high, even3, odd3, scales, 3)
+        score = tl.maximum(score, 0.0) * weight[None, :]
+        total = tl.sum(score.reshape(KEYS, ROWS, X), axis=2)
+        total = narrow(tl.where(key[:, None] < seen, total, float("-inf")), out_ptr.dtype.element_ty)
+        tl.store(out + key[:, None], total, (key[:, None] < last) & mine)
+    for start in range(first + tl.cdiv(tl.maximum(limit - first, 0), KEYS) * KEYS, last, KEYS):
+        key = (start + tl.arange(0, KEYS))[:, None]
+        none = tl.full([KEYS, ROWS], float("-inf"), tl.float32)
+        tl.store(out + key, narrow(none, out_ptr.dtype.element_ty), (key < last) & mine)
+
+
+def _unlike(q: Tensor, weight: Tensor, pool: Tensor, packing: Any) -> str | None:
+    """Why cached keys or queries are beyond the kernel, or None."""
+    if pool.dtype != torch.uint8:
+        return "the keys are numbers; the kernel reads them packed"
+    if (packing.width, packing.fmt, packing.tail, pool.shape[-1]) != (WIDTH, "fp4_32", 0, NBYTES):
+        return f"keys of {packing.width} in {packing.fmt}; the kernel reads {WIDTH} in fp4_32, {NBYTES} bytes"
+    heads = q.shape[2]
+    if heads != pow2(heads) or not 16 <= heads <= 128:
+        return f"{heads} index heads; the kernel takes 16, 32, 64 or 128"
+    return None
+
+
+@ops.implement("indexer.scores_cached", "triton",
+               when=lambda q_BQXY, weight_BQX, pool, table_BS, visible_BQ, packing, dtype, row_tile=None:
+               _unlike(q_BQXY, weight_BQX, pool, packing) or too_wide(q_BQXY, weight_BQX, dtype)
+               or refuse(q_BQXY, weight_BQX, pool, table_BS, visible_BQ, sm=89))
+def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor,
+                  packing: Any, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
+    """Scores [B, Q, S] of the keys in rows `table` of a pool, -inf outside what a row may see."""
+    B, Q, X, width = q_BQXY.shape
+    S = table_BS.shape[1]
+    require(width == WIDTH, "q_BQXY", f"has {width} channels, keys {WIDTH}")
+    require(weight_BQX.shape == (B, Q, X), "weight_BQX", f"must be [{B}, {Q}, {X}]")
+    require(table_BS.shape[0] == B and table_BS.dtype == torch.int64, "table_BS", f"must be [{B}, S] int64")
+    require(visible_BQ.shape == (B, Q) and visible_BQ.dtype == torch.int64, "visible_BQ",
+            f"must be [{B}, {Q}] int64")
+    require(pool.is_contiguous() and pool.data_ptr() % 4 == 0, "pool", "must be contiguous, from 4 bytes on")
+    out = torch.empty(B, Q, S, dtype=weight_BQX.dtype, device=q_BQXY.device)
+    if not out.numel():
+        return out
+    config = up_to(CONFIGS, 1 if row_tile else Q)
+    if not row_tile:
+        config = tuned("indexer.scores_cached", (Q, B, S, X), config)
+    rows, keys = max(1, config["COLUMNS"] // X), config["KEYS"]
+    row_blocks, all_tiles = cdiv(Q, rows), cdiv(S, keys)
+    shared_out = cdiv(B * row_blocks * all_tiles, PROGRAMS * common.processors(q_BQXY))
+    tiles = min(config["TILES"], shared_out)
+    spans = cdiv(all_tiles, tiles)
+    _indexer_scores_cached_fwd_kernel[(B * row_blocks * spans,)](
+        q_BQXY.contiguous(), weight_BQX.contiguous(), pool, pool.view(torch.int32), table_BS.contiguous(),
+        visible_BQ.contiguous(), out, Q, S, row_blocks, spans, tiles, X=X, ROWS=rows, KEYS=keys,
+        STAGES=config["num_stages"], num_warps=config["num_warps"])
+    return out
+
+
+# ---- the best of a row -------------------------------------------------------------------------------------
+
+@triton.jit
+def _rank(x):
+    """float32 -> uint32 in the same order; both zeros are one, and 0 is below minus infinity."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _peaks_kernel(x_ptr, stride_row, visible_ptr, peak_ptr, count, SIZE: tl.constexpr, WIDE: tl.constexpr,
+                  CHUNKS: tl.constexpr):
+    """The largest of each chunk of SIZE values, as float32; given `visible`, infinity in the newest chunk."""
+    row = tl.program_id(1).to(tl.int64)
+    chunks = tl.cdiv(count, SIZE)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    lane = tl.arange(0, WIDE)[None, :]
+    i = chunk[:, None] * SIZE + lane
+    x = ld(x_ptr + row * stride_row + i, (i < count) & (lane < SIZE), float("-inf"))
+    peak = tl.max(x, axis=1)
+    if visible_ptr is not None:
+        newest = tl.maximum(tl.load(visible_ptr + row) - 1, 0) // SIZE
+        peak = tl.where(chunk == newest, float("inf"), peak)
+    tl.store(peak_ptr + row * chunks + chunk, peak, chunk < chunks)
+
+
+@triton.jit
+def _pick_kernel(x_ptr, stride_row, chunk_ptr, out_ptr, count, k, SIZE: tl.constexpr, DROP: tl.constexpr,
+                 LANES: tl.constexpr, OUT: tl.constexpr):
+    """The places of the k best values above minus infinity of a row, ascending; ties to the lower place.
+
+    chunk_ptr: only values of these k chunks of SIZE, ascending and -1 where there are fewer, can be among
+    them.  DROP: low bits in which no two values differ.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, LANES)
+    if chunk_ptr is not None:
+        slot = tl.arange(0, LANES // SIZE)
+        chunk = tl.load(chunk_ptr + row * k + slot, slot < k, other=-1)
+        chunk = tl.where(chunk >= 0, chunk, tl.cdiv(count, SIZE))
+        i = (chunk[:, None] * SIZE + tl.arange(0, SIZE)[None, :]).reshape(LANES)
+    rank = _rank(ld(x_ptr + row * stride_row + i, i < count, float("-inf"))) >> DROP
+    least = 0x007FFFFF >> DROP  # the rank of minus infinity
+    tau = tl.full((), 0, tl.uint32)
+    for bit in range(DROP, 32):
+        higher = tau | (tl.full((), 0x80000000, tl.uint32) >> (bit - DROP) >> DROP)
+        tau = tl.where(tl.sum((rank >= higher).to(tl.int32)) >= k, higher, tau)
+    tau = tl.maximum(tau, least)
+    above = (rank > tau).to(tl.int32)
+    tie = ((rank == tau) & (rank > least)).to(tl.int32)
+    both = tl.cumsum((above << 16) | tie)  # a tile has at most 2^15 of either
+    more = tl.sum(above)
+    before, ties = both >> 16, tl.minimum(both & 0xFFFF, k - more)
+    taken = (above != 0) | ((tie != 0) & ((both & 0xFFFF) <= k - more))
+    found = more + tl.minimum(tl.sum(tie), k - more)
+    tl.store(out_ptr + row * k + before + ties - 1, i.to(out_ptr.dtype.element_ty), taken)
+    lane = tl.arange(0, OUT)
+    none = tl.full([OUT], -1, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * k + lane, none, (lane >= found) & (lane < k))
+
+
+@triton.jit
+def _mark_kernel(block_ptr, mask_ptr, count, k, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
+    """True at the values of the blocks listed."""
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    block = tl.load(block_ptr + row * k + i, i < k, other=-1)[:, None]
+    lane = tl.arange(0, WIDE)[None, :]
+    at = block * SIZE + lane
+    tl.store(mask_ptr + row * count + at, tl.full([BLOCKS, WIDE], 1, tl.uint8),
+             (block >= 0) & (lane < SIZE) & (at < count))
+
+
+def _chunk(count: int, k: int) -> int:
+    """Values of a chunk such that the maxima of a row and the values of its k best chunks are both few."""
+    size = 2
+    while size * size * k < count:
+        size *= 2
+    return size
+
+
+def _too_many(count: int, k: int) -> str | None:
+    """Why the best k of rows of `count` values are beyond the kernels, or None."""
+    size = _chunk(count, k)
+    if count <= DIRECT or max(cdiv(count, size), size * pow2(k)) <= LARGEST:
+        return None
+    return f"the best {k} of {count} values; a tile holds {LARGEST}"
+
+
+def _peaks(x: Tensor, size: int, visible: Tensor | None = None) -> Tensor:
+    """Maxima [R, chunks] of rows x [R, n], float32."""
+    rows, count = x.shape
+    peaks = torch.empty(rows, cdiv(count, size), dtype=torch.float32, device=x.device)
+    wide = pow2(size)
+    config = tuned("indexer.topk/peaks", (rows, count, size), PEAKS)
+    chunks = max(1, config["VALUES"] // wide)
+    _peaks_kernel[(cdiv(peaks.shape[1], chunks), rows)](
+        x, x.stride(0), visible, peaks, count, SIZE=size, WIDE=wide, CHUNKS=chunks,
+        num_warps=config["num_warps"])
+    return peaks
+
+
+def _best(x: Tensor, k: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """Places [R, k] of the k best of rows x [R, n], of which only the upper `bits` differ."""
+    rows, count = x.shape
+    size, chunks = 1, None
+    if count > DIRECT:
+        size = _chunk(count, k)
+        chunks = _pick(_peaks(x, size), None, k, 1, bits, torch.int32)
+    return _pick(x, chunks, k, size, bits, dtype)
+
+
+def _pick(x: Tensor, chunks: Tensor | None, k: int, size: int, bits: int, dtype: torch.dtype) -> Tensor:
+    rows, count = x.shape
+    out = torch.empty(rows, k, dtype=dtype, device=x.device)
+    lanes = pow2(count) if chunks is None else pow2(k) * size
+    config = tuned("indexer.topk/pick", (rows, lanes, bits), PICK)
+    _pick_kernel[(rows,)](x, x.stride(0), chunks, out, count, k, SIZE=size, DROP=32 - bits, LANES=lanes,
+                          OUT=pow2(k), num_warps=max(1, min(32, lanes // config["LANES"])))
+    return out
+
+
+def _bits(x: Tensor) -> int:
+    """Upper bits in which float32 values that came from x's dtype differ."""
+    return 16 if x.dtype == torch.bfloat16 else 32
+
+
+@ops.implement("indexer.topk", "triton", when=lambda score_BQS, k:
+               _too_many(score_BQS.shape[-1], k) or too_wide(score_BQS) or refuse(score_BQS))
+def topk(score_BQS: Tensor, k: int) -> Tensor:
+    """The k best entries of each row with a score above -inf, ascending, padded with -1: int64 [..., k]."""
+    require(k > 0, "k", f"is {k}; it must be at least 1")
+    lead = score_BQS.shape[:-1]
+    if not score_BQS.numel():
+        return torch.full((*lead, k), -1, dtype=torch.int64, device=score_BQS.device)
+    return _best(rows_of(score_BQS), k, _bits(score_BQS), torch.int64).view(*lead, k)
+
+
+@ops.implement("indexer.blocks", "triton", when=lambda score_BQS, visible_BQ, size, count:
+               _too_many(cdiv(score_BQS.shape[-1], size), count) or too_wide(score_BQS)
+               or refuse(score_BQS, visible_BQ))
+def blocks(score_BQS: Tensor, visible_BQ: Tensor, size: int, count: int) -> Tensor:
+    """Candidates: bool, true in the `count` best blocks; the newest visible block always stays."""
+    require(size > 0 and count > 0, "size, count", f"are {size}, {count}; they must be at least 1")
+    require(visible_BQ.shape == score_BQS.shape[:-1], "visible_BQ", f"must be {list(score_BQS.shape[:-1])}")
+    mask = torch.zeros(score_BQS.shape, dtype=torch.bool, device=score_BQS.device)
+    if not mask.numel():
+        return mask
+    x = rows_of(score_BQS)
+    best = _best(_peaks(x, size, visible_BQ.contiguous()), count, _bits(x), torch.int32)
+    at_once = min(256, pow2(count))
+    _mark_kernel[(cdiv(count, at_once), len(x))](best, mask.view(torch.uint8), x.shape[1], count, SIZE=size,
+                                                 WIDE=pow2(size), BLOCKS=at_once, num_warps=4)
+    return mask
