@@ -71,6 +71,7 @@ def _wide(block_t: int, block_n: int, block_k: int, fill: int, num_warps: int, n
 
 # rows up to -> tile, and programs that a multiprocessor should get (K is cut for it); not yet measured
 FP8 = {64: _fp8(64, 64, 3, 4, 4), 256: _fp8(64, 128, 2, 4, 4), 1 << 62: _fp8(128, 128, 1, 8, 4)}
+SPANS = FP8 | {1 << 62: _fp8(128, 128, 1, 8, 4, tall=2)}  # a scale for 128 channels: fewer sums are under way
 WIDE = {16: _wide(16, 64, 128, 4, 4, 4), 64: _wide(64, 64, 128, 3, 4, 3),
         256: _wide(128, 128, 64, 1, 8, 4), 1 << 62: _wide(256, 128, 64, 1, 8, 3)}
 CANDIDATES = {
@@ -80,8 +81,12 @@ CANDIDATES = {
                      _fp8(128, 128, 1, 8, 4)),
     "gemm.fp8/many": (_fp8(128, 128, 1, 8, 4), _fp8(128, 128, 1, 8, 3), _fp8(128, 128, 1, 8, 4, 1, 1),
                       _fp8(64, 128, 1, 4, 3), _fp8(64, 128, 1, 4, 4, 1, 1), _fp8(128, 64, 1, 8, 4, 2),
-                      _fp8(128, 128, 1, 8, 4, 2), _fp8(128, 256, 1, 8, 4), _fp8(256, 128, 1, 8, 4),
-                      _fp8(128, 64, 1, 4, 4)),
+                      _fp8(128, 128, 1, 8, 4, 2), _fp8(128, 64, 1, 4, 4), _fp8(128, 64, 1, 8, 4),
+                      _fp8(64, 64, 1, 4, 4)),
+    "gemm.fp8/spans": (_fp8(128, 128, 1, 8, 4, 2), _fp8(128, 128, 1, 8, 3, 2), _fp8(128, 128, 1, 8, 4, 2, 1),
+                       _fp8(128, 128, 1, 8, 4), _fp8(128, 128, 1, 8, 4, 1, 1), _fp8(64, 128, 1, 4, 4, 2),
+                       _fp8(64, 128, 1, 4, 3), _fp8(64, 128, 1, 4, 4, 1, 1), _fp8(128, 64, 1, 8, 4, 2, 1),
+                       _fp8(64, 256, 1, 4, 3), _fp8(128, 256, 1, 8, 3)),
     "gemm.wide/few": (_wide(16, 64, 128, 4, 4, 4), _wide(16, 64, 128, 2, 4, 6), _wide(16, 128, 128, 2, 4, 4),
                       _wide(32, 64, 128, 3, 4, 4), _wide(64, 64, 128, 3, 4, 3), _wide(64, 128, 64, 2, 8, 4),
                       _wide(64, 128, 128, 1, 4, 4), _wide(128, 64, 128, 1, 4, 3),
@@ -93,7 +98,7 @@ MANY = 256  # rows beyond which a product is bound by arithmetic
 FEW = 64  # rows of numbers up to which they are multiplied as such, not rounded to codes first
 BAND = tl.constexpr(8)  # tiles of rows that are walked side by side, so that weights stay in the L2
 PIECE = 1024  # elements whose parts one program adds
-SPANS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # scales read at once -> the word that holds them
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # scales read at once -> the word that holds them
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
@@ -235,10 +240,10 @@ def _gemm_sum_kernel(part_ptr, y_ptr, size, PARTS: tl.constexpr, PIECE: tl.const
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _config(kernel: str, table: dict, rows: int, steady: bool, *widths: int) -> dict[str, int]:
-    """Tiles for so many rows; steady ones must not depend on what was measured."""
-    name = f"gemm.{kernel}/{'few' if rows <= MANY else 'many'}"
-    return up_to(table, rows) if steady else tuned(name, (rows, *widths), up_to(table, rows))
+def _config(name: str, table: dict, row_tile: int | None, rows: int, *widths: int) -> dict[str, int]:
+    """Tiles for so many rows; with `row_tile` they must not depend on what was measured."""
+    default = up_to(table, row_tile or rows)
+    return default if row_tile else tuned(f"gemm.{name}", (rows, *widths), default)
 
 
 def _cut(tiles: int, steps: int, fill: int, like: Tensor) -> tuple[int, int]:
@@ -264,16 +269,16 @@ def _coded(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: tup
            dtype: torch.dtype, row_tile: int | None) -> Tensor:
     """x [T, K] e4m3 codes and their scales."""
     (T, K), N, group = x.shape, weight.shape[0], block[1]
-    rows = row_tile or T
-    config = _config("fp8", FP8, rows, row_tile is not None, N, K)
+    table, many = (FP8, "many") if group < 128 else (SPANS, "spans")
+    config = _config(f"fp8/{many if T > MANY else 'few'}", table, row_tile, T, N, K, group)
     bt, bn, tall = config["block_t"], config["block_n"], config["tall"]
     span = next(n for n in (4, 2, 1) if n * group <= max(128, group) and K % (n * group) == 0 or n == 1)
     even = K % (span * group) == 0
     tma = bool(config["tma"]) and K % 16 == 0
     descs = (_descriptor(x, bt, group), _descriptor(weight, bn, group)) if tma else (None, None)
     tiles = cdiv(T, bt * tall), cdiv(N, bn)
-    parts, steps = _cut(cdiv(rows, bt * tall) * tiles[1], cdiv(K, span * group), config["fill"], x)
-    x_scale, scale = (s.view(torch.uint8).contiguous().view(SPANS[span]) for s in (x_scale, scale))
+    parts, steps = _cut(cdiv(row_tile or T, bt * tall) * tiles[1], cdiv(K, span * group), config["fill"], x)
+    x_scale, scale = (s.view(torch.uint8).contiguous().view(WORDS[span]) for s in (x_scale, scale))
 
     def launch(y: Tensor) -> None:
         _gemm_fp8_kernel[(tiles[0] * tiles[1], parts)](
@@ -293,11 +298,10 @@ def _widened(x: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], g
              dtype: torch.dtype, row_tile: int | None) -> Tensor:
     """x [T, groups * K] of bfloat16."""
     (T, K), N = (x.shape[0], x.shape[1] // groups), weight.shape[0] // groups
-    rows = row_tile or T
-    config = _config("wide", WIDE, rows, row_tile is not None, N, K, groups)
+    config = _config(f"wide/{'many' if T > MANY else 'few'}", WIDE, row_tile, T, N, K, groups)
     bt, bn, bk = config["block_t"], config["block_n"], config["block_k"]
     tiles = cdiv(T, bt), cdiv(N, bn)
-    parts, steps = _cut(cdiv(rows, bt) * tiles[1] * groups, cdiv(K, bk), config["fill"], x)
+    parts, steps = _cut(cdiv(row_tile or T, bt) * tiles[1] * groups, cdiv(K, bk), config["fill"], x)
     scale = scale.view(torch.uint8)
 
     def launch(y: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Cases of the products with FP8 weights in layers/linear.py and layers/mla.py.
 
-Shapes: rows T, n and k of the weight; `block` rows and cols of its scales; `coded`: x comes as codes;
-`groups`: each with its k columns of x and its n rows of the weight; `steady`: rows do not see each other.
+Shapes: rows T, n and k of the weight; block_n rows and block_k columns share a scale, 32 where not named, and
+so do block_k channels of x, which comes as codes if `coded`; `groups`: each with its k columns of x and its n
+rows of the weight; `steady`: rows do not see each other.
 Errors: none of its own.
 Source: kernels.md 1.2.
 """
@@ -14,26 +15,29 @@ from torch import Tensor
 from dskit import ops
 from dskit.testing import Cases, Maker, Shape
 
-TALL, CODED = {"block": 128}, {"coded": 1}
+CODED, LONG = {"coded": 1}, {"coded": 1, "block_k": 128}
+V4 = {"block_n": 128, "block_k": 128}
 EDGES = ({"rows": 0, "n": 32, "k": 64}, {"rows": 0, "n": 32, "k": 64} | CODED,
          {"rows": 1, "n": 64, "k": 128}, {"rows": 3, "n": 48, "k": 1056}, {"rows": 17, "n": 33, "k": 144},
          {"rows": 1, "n": 32, "k": 1024} | CODED, {"rows": 67, "n": 130, "k": 160},
          {"rows": 5, "n": 40, "k": 72} | CODED, {"rows": 130, "n": 96, "k": 128} | CODED,
-         {"rows": 5, "n": 96, "k": 640} | CODED | TALL, {"rows": 66, "n": 130, "k": 256} | TALL,
-         {"rows": 9, "n": 64, "k": 160, "steady": 16}, {"rows": 9, "n": 64, "k": 192, "steady": 16} | CODED)
+         {"rows": 5, "n": 96, "k": 640} | CODED | V4, {"rows": 66, "n": 130, "k": 256} | V4,
+         {"rows": 9, "n": 64, "k": 160, "steady": 16}, {"rows": 9, "n": 64, "k": 192, "steady": 16} | CODED,
+         {"rows": 260, "n": 48, "k": 256} | LONG)
 ROWS = (1, 32, 128, 512, 4096)
 WIDTHS = ((1792, 5120), (32768, 1280), (5120, 8192), (4608, 5120), (5120, 2304), (25600, 6144))
 FROZEN = (*({"rows": rows, "n": n, "k": k} | CODED for n, k in WIDTHS for rows in ROWS),
           *({"rows": rows, "n": n, "k": k} for n, k in WIDTHS[:3] for rows in (1, 32, 128, 4096)),
-          *({"rows": rows, "n": 5120, "k": 8192} | CODED | TALL for rows in (32, 128, 4096)))
+          *({"rows": rows, "n": n, "k": k} | LONG for n, k in WIDTHS[:3] for rows in (128, 4096)),
+         *({"rows": rows, "n": 5120, "k": 8192} | CODED | V4 for rows in (128, 4096)))
 GROUPED_EDGES = ({"rows": 0, "n": 32, "k": 64, "groups": 2}, {"rows": 1, "n": 64, "k": 544, "groups": 2},
                  {"rows": 19, "n": 32, "k": 96, "groups": 3}, {"rows": 70, "n": 160, "k": 64, "groups": 1},
-                 {"rows": 4, "n": 128, "k": 256, "groups": 2} | TALL)
+                 {"rows": 4, "n": 128, "k": 256, "groups": 2} | V4)
 GROUPED = tuple({"rows": rows, "n": 1024, "k": 4096, "groups": 8} for rows in ROWS)
 
 
 def _block(shape: Shape) -> tuple[int, int]:
-    return (shape.get("block", 32),) * 2
+    return shape.get("block_n", 32), shape.get("block_k", 32)
 
 
 def _weight(shape: Shape, maker: Maker) -> tuple[Tensor, Tensor]:
