@@ -70,12 +70,14 @@ def _config(block: int, parts: int, warps: int, stages: int) -> dict[str, int]:
     return {"BLOCK": block, "PARTS": parts, "num_warps": warps, "num_stages": stages}
 
 
-# by rows of a call; not yet measured
-CONFIGS = {1 << 62: _config(64, 1, 8, 3)}
-CANDIDATES = {"mla.attend_cached": (_config(64, 1, 8, 3), _config(64, 1, 8, 2), _config(64, 1, 8, 1),
-                                    _config(32, 1, 8, 3), _config(32, 1, 8, 4), _config(32, 2, 4, 3),
-                                    _config(32, 2, 4, 2), _config(32, 2, 4, 1), _config(32, 2, 8, 3),
-                                    _config(64, 2, 8, 2))}
+# by rows of a call; not yet measured.  Two programs of four warps fit on a multiprocessor, one of eight does
+CONFIGS = {1 << 62: _config(32, 2, 4, 2)}
+CANDIDATES = {"mla.attend_cached": (_config(32, 2, 4, 1), _config(32, 2, 4, 2), _config(32, 2, 4, 3),
+                                    _config(16, 2, 4, 1), _config(16, 2, 4, 3), _config(64, 2, 8, 1),
+                                    _config(32, 1, 8, 1), _config(32, 1, 8, 3), _config(64, 1, 8, 1),
+                                    _config(64, 1, 8, 2), _config(64, 1, 8, 3))}
+AT_ONCE = 8  # warps that accumulators of 64 heads leave room for on a multiprocessor
+MOST_HEADS = 64  # of one program
 MOST_SPLITS = 32
 JOINED_HEADS = 4  # heads that one program joins
 FLOOR = tl.constexpr(-1e30)  # where maxima start: a row without entries gives zeros and no NaN
@@ -193,10 +195,10 @@ def _turns(turn_ptr, token, pair, WIDTH: tl.constexpr, TURNS: tl.constexpr):
 
 
 @triton.jit
-def _query(q_ptr, turn_ptr, token, first, HEADS: tl.constexpr, A: tl.constexpr, WIDTH: tl.constexpr,
-           TURNS: tl.constexpr, WIDE: tl.constexpr):
-    """WIDE rotated pairs of a row's queries as two bfloat16 tiles [HEADS, WIDE]."""
-    head, pair = tl.arange(0, HEADS)[:, None], first + tl.arange(0, WIDE)[None, :]
+def _query(q_ptr, turn_ptr, token, head, first, A: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr,
+           WIDE: tl.constexpr):
+    """WIDE rotated pairs of a row's queries as two bfloat16 tiles [heads, WIDE]."""
+    head, pair = head[:, None], first + tl.arange(0, WIDE)[None, :]
     word = tl.load(q_ptr + (token * A + head) * WIDTH + pair, (head < A) & (pair < WIDTH), other=0)
     a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
     turned, c, s = _turns(turn_ptr, token, pair, WIDTH, TURNS)
@@ -282,11 +284,14 @@ def _mla_attend_cached_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_byte_
                                   HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr,
                                   QUANTUM: tl.constexpr, WIDE: tl.constexpr, WINDOW_ENDS: tl.constexpr,
                                   ENTRY_ENDS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    GROUPS: tl.constexpr = (A + HEADS - 1) // HEADS
     part, program = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    group, program = program % GROUPS, program // GROUPS
     split, token = program % splits, (program // splits).to(tl.int64)
     first, rest = part * WIDE, (1 - part) * WIDE
-    qa, qb = _query(q_ptr, turn_ptr, token, first, HEADS, A, WIDTH, TURNS, WIDE)
-    qc, qd = _query(q_ptr, turn_ptr, token, rest, HEADS, A, WIDTH, TURNS, WIDE)
+    head, pair = group * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDE)
+    qa, qb = _query(q_ptr, turn_ptr, token, head, first, A, WIDTH, TURNS, WIDE)
+    qc, qd = _query(q_ptr, turn_ptr, token, head, rest, A, WIDTH, TURNS, WIDE)
     top, total = tl.full([HEADS], FLOOR, tl.float32), tl.zeros([HEADS], tl.float32)
     a, b = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
     c, d = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
@@ -301,7 +306,6 @@ def _mla_attend_cached_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_byte_
             qa, qb, qc, qd, top, total, a, b, c, d, entry_code_ptr, entry_byte_ptr, entry_word_ptr,
             chosen_ptr + token * K, tl.maximum(begin, 0), tl.minimum(begin + per * BLOCK, K), K, first, rest,
             scale, ENTRY, WIDE, PARTS, BLOCK, ENTRY_ENDS)
-    head, pair = tl.arange(0, HEADS), tl.arange(0, WIDE)
     if sum_ptr is None:
         _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, first + pair, A, WIDTH, TURNS,
                 QUANTUM)
@@ -366,8 +370,8 @@ def _checked(cache: Tensor, rows: Tensor, packing: Any, tokens: int, width: int,
 
 def _splits(programs: int, tiles: int, free: int) -> tuple[int, int]:
     """(programs that share a row's tiles, tiles of each): as many as the GPU has room for."""
-    per = cdiv(tiles, max(1, min(tiles, free // max(1, programs), MOST_SPLITS)))
-    return cdiv(tiles, per), per
+    per = max(1, cdiv(tiles, max(1, min(tiles, free // programs, MOST_SPLITS))))
+    return max(1, cdiv(tiles, per)), per
 
 
 def _odd(cache: Tensor | None, packing: Any) -> str | None:
@@ -416,13 +420,16 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
         return out
     window_form = _form(window_SH, window_packing, H)
     entry_form = _form(entries_SH, entry_packing, H) if K else window_form
-    config = dict(up_to(CONFIGS, T if not steady else 1))
+    config = up_to(CONFIGS, T)
     if not steady:
-        config = dict(tuned("mla.attend_cached", (T, W, K, A, H), config))
+        config = tuned("mla.attend_cached", (T, W, K, A, H, window_form[-1], entry_form[-1]), config)
+    block, parts = config["BLOCK"], config["PARTS"]
     quantum = common.layout(fmt)[1] // 2 if fmt else 0
-    least = max(16, window_form[1], entry_form[1], quantum)  # pairs: whole groups, and a product's depth
-    wide, parts, block = max(2 * least, pow2(H // 2)), config["PARTS"], config["BLOCK"]
-    splits, per = _splits(T * parts, cdiv(W, block) + cdiv(K, block), 1 if steady else processors(q_TAH))
+    half = max(16, window_form[1], entry_form[1], quantum, pow2(H // 2) // 2)  # pairs: whole groups
+    heads = min(MOST_HEADS, max(16, pow2(A)))
+    programs = T * cdiv(A, heads) * parts
+    free = 0 if steady else processors(q_TAH) * AT_ONCE // config["num_warps"]
+    splits, per = _splits(programs, cdiv(W, block) + cdiv(K, block), free)
     sizes = {"A": A, "WIDTH": H // 2, "TURNS": turn_T.shape[1], "QUANTUM": quantum}
     turn = torch.view_as_real(turn_T.resolve_conj().contiguous()).view(torch.int64)
     sink, out_words = sink_A.detach().float(), out.view(torch.int32)
@@ -430,14 +437,13 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     if splits > 1:
         sums = torch.empty(T, splits, A, H, dtype=torch.float32, device=out.device)
         stats = torch.empty(T, splits, A, 2, dtype=torch.float32, device=out.device)
-    _mla_attend_cached_fwd_kernel[(T * splits * parts,)](
+    _mla_attend_cached_fwd_kernel[(programs * splits,)](
         q_TAH.contiguous().view(torch.int32), turn, *_views(window_SH, window_form), read_TW.contiguous(),
         *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK.contiguous() if K else None,
         sink, out_words, sums, stats, W, K, splits, per, H**-0.5 * LOG2E.value, window_form, entry_form,
-        HEADS=max(16, pow2(A)), WIDE=wide // 2, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes,
-        **config)
+        HEADS=heads, WIDE=half, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes, **config)
     if splits > 1:
         heads = min(JOINED_HEADS, pow2(A))
         _mla_join_fwd_kernel[(T * cdiv(A, heads),)](sums, stats, turn, sink, out_words, splits, HEADS=heads,
-                                                   WIDE=wide, num_warps=4, **sizes)
+                                                   WIDE=2 * half, num_warps=4, **sizes)
     return out

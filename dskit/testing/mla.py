@@ -16,16 +16,16 @@ from dskit.layers.rope import turns
 from dskit.testing import Cases, Maker, Shape
 
 SMALL = {"heads": 5, "width": 64, "turned": 20, "window": 9, "chosen": 40, "size": 50}
-WINDOW = {"heads": 3, "width": 32, "turned": 10, "window": 70, "size": 90}
-V4 = SMALL | {"v4": 1, "width": 160, "turned": 32, "heads": 2}
+WINDOW = {"heads": 3, "width": 32, "turned": 10, "window": 40, "size": 90}
+V4 = {"v4": 1, "heads": 2, "width": 160, "turned": 32, "window": 9, "chosen": 20, "size": 50}
 REAL = {"heads": 64, "width": 512, "turned": 64, "window": 128, "size": 65536}
 ROWS = (1, 32, 128, 256, 4096)
-EDGES = (*({"rows": rows} | SMALL for rows in (0, 1, 3)),
-         {"rows": 2, "seen": 1, "fits": 0} | SMALL, {"rows": 2, "seen": 1, "fits": 1} | SMALL,
-         {"rows": 2, "seen": 0, "fits": 0} | SMALL, {"rows": 2, "fits": 33, "sinks": 1} | SMALL,
-         {"rows": 3, "numbers": 1} | SMALL, {"rows": 2} | WINDOW, {"rows": 2, "seen": 64} | WINDOW,
-         {"rows": 2, "seen": 65} | WINDOW, {"rows": 2} | V4, {"rows": 6} | V4 | {"chosen": 0},
-         {"rows": 1, "heads": 20, "width": 512, "turned": 64, "window": 16, "chosen": 16, "size": 40})
+EDGES = (*({"rows": rows} | SMALL for rows in (0, 1, 2)),
+         *({"rows": 1, "seen": seen, "fits": fits} | SMALL for seen, fits in ((0, 0), (1, 0), (1, 1))),
+         {"rows": 1, "fits": 33, "sinks": 1} | SMALL, {"rows": 1, "numbers": 1} | SMALL,
+         {"rows": 2, "seen": 32} | WINDOW, {"rows": 1, "seen": 33} | WINDOW, {"rows": 1} | V4,
+         {"rows": 1} | V4 | {"chosen": 0},
+         {"rows": 1, "heads": 70, "width": 512, "turned": 64, "window": 3, "chosen": 16, "size": 40})
 FROZEN = tuple({"rows": rows} | REAL | kind for kind in ({"chosen": 512}, {}, {"chosen": 512, "v4": 1})
                for rows in ROWS)
 
