@@ -26,6 +26,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -201,17 +202,25 @@ def launch() -> float | None:
 def warm_up(jobs: list[Record], options: worker.Options, end: float) -> list[str]:
     """Run everything once, as many calls at a time as there are cores; returns what has run.
 
-    Libraries come first at one shape of each op, since some of them compile for a minute.
+    Libraries come first at two shapes of each op, since some of them compile for a minute.
     """
-    first = {job["op"]: job for job in reversed(jobs)}
-    own, public = ([job | {"turn": turn} for job in jobs] for turn in ("own", "public"))
-    early = [job for job in public if first[job["op"]]["shape"] == job["shape"]]
-    turns = [*early, *own, *(job for job in public if job not in early)]
+    own, early = [job | {"turn": "own"} for job in jobs], libraries(jobs)
+    turns = [*early, *own, *(job for job in libraries(jobs, len(jobs)) if job not in early)]
     print(f"bench: compiling for {len(jobs)} calls, {pool.cores()} at a time", file=sys.stderr, flush=True)
     ready = []
     for _, answer in pool.work(turns, replace(options, work="warm"), pool.cores(), end):
         ready += [] if isinstance(answer, pool.Lost) else answer
     return ready
+
+
+def libraries(jobs: list[Record], most: int = 2) -> list[Record]:
+    """The jobs that run an op's peers once, at so many of its shapes at most."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for job in jobs:
+        seen[job["op"]] += 1
+        turns += [job | {"turn": "public"}] if seen[job["op"]] <= most else []
+    return turns
 
 
 def unmeasured(job: Record, options: worker.Options, lost: pool.Lost) -> Record:

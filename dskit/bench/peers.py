@@ -15,7 +15,7 @@ Errors
 
 Source
     The libraries' signatures: flashinfer-python 0.6.13, liger-kernel 0.8.5, sgl-deep-gemm 0.1.3,
-    tile-kernels 2.1.0, and torch itself for cuBLAS.
+    tile-kernels 2.1.0, and torch itself for cuBLAS; products and attention stand in matrix_peers.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from torch import Tensor
 from dskit.testing import outputs
 
 Call = Callable[[], Any]
-MODULES = {"flashinfer-python": "flashinfer", "liger-kernel": "liger_kernel", "sgl-deep-gemm": "deep_gemm",
-           "tile-kernels": "tile_kernels", "torch": "torch"}
+MODULES = {"flashinfer-python": "flashinfer", "humming-kernels": "humming", "liger-kernel": "liger_kernel",
+           "sgl-deep-gemm": "deep_gemm", "sgl-flash-mla": "flash_mla", "tile-kernels": "tile_kernels",
+           "torch": "torch"}
 
 
 @dataclass(frozen=True)
@@ -463,3 +464,6 @@ def _(base_BV: Tensor, m_BR: Tensor, head_VR: Tensor) -> Call:
 def _(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None = None) -> Call:
     narrow, turned = x.flatten(0, -2).bfloat16(), weight.bfloat16().T
     return lambda: torch.mm(narrow, turned)
+
+
+from dskit.bench import matrix_peers  # noqa: E402, F401 - registers with `peer` of this file

@@ -164,6 +164,7 @@ for job in map(json.loads, sys.stdin):
 
 def test_peers_that_did_not_run_while_compiling_are_not_waited_for_later(monkeypatch):
     monkeypatch.setattr(pool, "start", lambda: subprocess.Popen([sys.executable, "-c", WARM], **PIPES))
+    monkeypatch.setattr(pool, "cores", lambda: 4)
     jobs = [{"op": op, "shape": {"rows": rows}} for rows in (1, 2) for op in ("quick", "slow")]
     ready = kernels.warm_up(jobs, worker.Options(), time.monotonic() + 3)
     assert set(ready) == {"quick public", "quick own", "slow own"}
