@@ -67,6 +67,8 @@ class Turn:
             }.get(self.finish_reason, self.finish_reason),
             "seed": str(seed),
         }
+        if usage.rounds:
+            rows["draft"] = f"{usage.accepted} of {usage.drafted} guesses held, in {usage.rounds} rounds"
         title = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens{first}{rate}"
         self._stats = folded("stats", title, "\n".join(f"- {name}: {value}" for name, value in rows.items()))
 

@@ -87,9 +87,12 @@ class Reply:
         read, written = sum(u.prompt_tokens for u in first), sum(u.completion_tokens for u in each)
         usage: Chunk = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         usage["prompt_tokens_details"] = {"cached_tokens": sum(u.cached_tokens for u in first)}
-        if reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-        return usage
+        details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+        if drafted := sum(u.drafted for u in each):
+            accepted = sum(u.accepted for u in each)
+            details |= {"accepted_prediction_tokens": accepted,
+                        "rejected_prediction_tokens": drafted - accepted}
+        return usage | ({"completion_tokens_details": details} if details else {})
 
     def _put(self, index: int, event: TokenEvent) -> None:
         self._queue.put_nowait((index, event))

@@ -434,7 +434,7 @@ class Log:
         self.task = self.bar.add_task("train", total=recipe.steps, completed=step, note="")
 
     def __enter__(self) -> Log:
-        fresh = not self.path.exists()
+        fresh = not self.path.exists() or not self.path.stat().st_size
         self.file = self.path.open("a", newline="")
         self.rows = csv.writer(self.file)
         if fresh:
