@@ -7,12 +7,12 @@ Idea
     where they are few.
 
         words      32 bits hold P codes of one row, neighbours along K: 8 of e2m1, 4 of e4m3
-        restoring  code i of two words becomes a pair of bfloat16 by two shifts, two masks and one
-                   multiplication by the group's scale: exact, subnormals too, 2.5 operations a code
-        order      code i of all words makes one operand, so K is walked as i = 0 .. P-1 inside a step; the
-                   tokens are laid out likewise beforehand (`_spread_kernel`), h as it is written
-        up         gate and up rows side by side, so that clamp, SiLU, routing weight, both roundings and
-                   the 1x32 scale are the epilogue; writes h, quantised and restored
+        restoring  code i of two words becomes a pair of bfloat16 by shifts, masks and one multiplication
+                   by the group's scale: exact, subnormals too, 2.5 operations a code
+        order      all first codes, then all second ones: inside a step K is walked as they come out of the
+                   words; the tokens are laid out likewise beforehand (`_spread_kernel`), h as it is written
+        up         rows of gate over rows of up in one tile, so that clamp, SiLU, routing weight, both
+                   roundings and the 1x32 scale are the epilogue; writes h, quantised and restored
         down       the second product, a row for each token and expert; `combine` adds them in slot order
 
     Which tokens meet which rows is counted on the device: `moe.plan` sorts, `_tiles_kernel` cuts every
@@ -76,14 +76,13 @@ def _config(tokens: int, features: int, step: int, warps: int, stages: int) -> d
     return {"tokens": tokens, "features": features, "step": step, "num_warps": warps, "num_stages": stages}
 
 
-# most rows that an expert has on average -> its tiles
-UP = {10: _config(16, 128, 256, 4, 3), 24: _config(32, 128, 256, 4, 3), 96: _config(64, 128, 128, 4, 4),
-      1 << 62: _config(128, 128, 128, 8, 4)}
-DOWN = UP
-CANDIDATES = {name: (*UP.values(), _config(16, 128, 256, 4, 4), _config(16, 128, 128, 4, 4),
-                     _config(16, 64, 256, 4, 4), _config(16, 256, 256, 8, 3), _config(64, 128, 256, 4, 2),
-                     _config(64, 256, 128, 8, 4), _config(64, 256, 256, 8, 3), _config(128, 256, 128, 8, 3))
-              for name in ("moe.experts/up", "moe.experts/down")}
+# most rows that an expert has on average, rounded down -> its tiles; few tokens are many small programs
+CONFIGS = {0: _config(16, 64, 256, 4, 4), 10: _config(16, 128, 128, 4, 4), 24: _config(32, 128, 128, 4, 4),
+           96: _config(64, 128, 128, 4, 3), 1 << 62: _config(128, 128, 128, 8, 3)}
+TRIED = (*CONFIGS.values(), _config(16, 128, 256, 4, 3), _config(16, 64, 128, 4, 4),
+         _config(16, 128, 128, 4, 6), _config(16, 256, 128, 8, 4), _config(64, 256, 128, 8, 4),
+         _config(64, 64, 128, 4, 4), _config(32, 256, 128, 8, 4))
+CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED}
 
 
 # ---- restoring ---------------------------------------------------------------------------------------------
@@ -299,10 +298,10 @@ def _spread(x_TD: Tensor, codes: int, step: int) -> Tensor:
     return out
 
 
-def _configuration(part: str, table: dict, rows: int, each: int, weight: Experts, features: int,
+def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
                    group: int, steady: bool) -> dict[str, int]:
     """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow."""
-    config = up_to(table, 16 if steady else each)
+    config = up_to(CONFIGS, 16 if steady else each)
     if not steady:
         key = rows, weight.experts, features, weight.in_features, _layout(weight)[0]
         config = tuned(f"moe.experts/{part}", key, config)
@@ -340,9 +339,9 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     if not T:
         return x_TD.new_empty(0, D, dtype=numerics.dtype)
     group, steady, total = layout(numerics.activation_format)[1], numerics.steady, part[1] if part else 0
-    each = cdiv(T * J, max(total, w13.experts))
-    up = _configuration("up", UP, T, each, w13, 2 * I, 2 * group, steady)
-    down = _configuration("down", DOWN, T, each, w2, D, 1, steady)
+    each = T * J // max(total, w13.experts)
+    up = _configuration("up", T, each, w13, 2 * I, 2 * group, steady)
+    down = _configuration("down", T, each, w2, D, 1, steady)
     order, place, tile, tile2, rows = None, None, topk_TJ[0], topk_TJ[0], None
     if T > 1 or part:
         order, place, end = _plan(topk_TJ, w13.experts, part)
