@@ -40,7 +40,7 @@ from dskit.testing import Shape, all_cases
 
 Record = dict[str, Any]
 QUICK_ROWS = (128, 4096)  # measured first: a decode step and a prefill
-COMPARING = 16  # processes that compare side by side: each holds an oracle in float64
+COMPARING = 20  # processes that compare side by side: each holds an oracle in float64
 NO_GPU = 3
 SETTINGS = ("quick", "compile", "check", "peer", "seed")
 INTERVAL = "one call in a CUDA graph, launches left out, every copy of the inputs cold in the L2"

@@ -226,7 +226,7 @@ def clone(args: tuple) -> tuple[tuple, list[Callable[[], bool]]]:
 
 
 def check(cases: Cases, shape: Shape, implementation: str = "triton", device: torch.device | str = "cpu",
-          seed: int = 0) -> None:
+          seed: int = 0, on_device: bool = False) -> None:
     """Run an implementation twice beside the oracle: right, the same bits again, nothing else touched.
 
     An op whose name ends in `_` may change its arguments, which are then compared too; others must not.
@@ -234,7 +234,7 @@ def check(cases: Cases, shape: Shape, implementation: str = "triton", device: to
     """
     op = ops.find(cases.op)
     run = op.implementation(implementation).function
-    args = cases.make(shape, Maker(device, seed))
+    args = cases.make(shape, Maker(device, seed, on_device))
     what = f"{cases.op}[{implementation}] at {shape}"
     ours, bands = clone(args)
     theirs, _ = clone(args)

@@ -42,7 +42,7 @@ def test_edges(name: str, shape: dict, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "shape"), _params("frozen"))
 def test_frozen(name: str, shape: dict, device: torch.device) -> None:
-    check(TABLE[name], shape, device=device)
+    check(TABLE[name], shape, device=device, on_device=True)
 
 
 @pytest.mark.parametrize(("name", "shape"), _params("edges", grad=True))
