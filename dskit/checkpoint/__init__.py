@@ -47,7 +47,7 @@ def load(source: str | Path, *, device: Device | None = None, numerics: str = "r
     """A model from a preset's name, a checkpoint folder, or a Hugging Face id (`owner/name`).
 
     Presets other than `demo` have random weights, drawn from `seed`. numerics: "release" or "exact".
-    storage: "packed" or "expanded" weights (place.py); device: a GPU where there is one, else the CPU.
+    storage: "packed", "shared" or "expanded" weights (place.py); device: a GPU if there is one, else the CPU.
     dtype: of the operands of products, in exact numerics of every value, where not the default.
     """
     if _is_drawn(str(source)):

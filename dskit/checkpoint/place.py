@@ -5,6 +5,7 @@ by. Names are attribute paths; only the routed experts differ: all w1 and w3 of 
 tensor, which is allocated once and filled expert by expert. So nothing is ever held twice.
 
     packed    codes and scales as stored, restored when used (the default on a GPU)
+    shared    packed, but one scale for 128 columns of an FP8 projection: the fastest prefill on a GPU
     expanded  numbers, of the dtype that numerics hold (the default on a CPU and in exact numerics)
 
 Shapes: experts.w13.weight [E, 2I, D], rows of w1, then w3 (MXFP4 [E, 2I, D/2]); experts.w2.weight [E, D, I].
@@ -26,12 +27,22 @@ from dskit.checkpoint.files import ROWS_AT_ONCE
 from dskit.checkpoint.spec import ROW_GROUP, Weight, layout
 from dskit.config import ModelConfig
 from dskit.layers.engram import Table
-from dskit.layers.linear import Experts, Linear, Numerics, pack_fp4, pack_fp8, unpack_fp4, unpack_fp8
+from dskit.layers.linear import (
+    Experts,
+    Linear,
+    Numerics,
+    pack_fp4,
+    pack_fp8,
+    share_scales,
+    unpack_fp4,
+    unpack_fp8,
+)
 from dskit.model import Model
 
 Stream = Iterable[tuple[Weight, Tensor, Tensor | None]]  # weight, stored tensor, scales
 
-STORAGES = ("packed", "expanded")
+STORAGES = ("packed", "shared", "expanded")
+SHARED = 128  # columns
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight$")
 _ALIASES = {"markov_head.markov_w1": "markov_head.embed", "markov_head.markov_w2": "markov_head.head"}
 
@@ -66,8 +77,12 @@ def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *,
         if weight.shape != (module.out_features, module.in_features):
             raise RuntimeError(f"{weight.name} is {weight.shape} in the layout, but the model's is "
                                f"{(module.out_features, module.in_features)}")
-        if scale is not None and storage == "packed":
-            module.weight, module.scale = _parameter(_copy(tensor, device)), _parameter(_copy(scale, device))
+        if scale is not None and storage != "expanded":
+            tensor, scale = _copy(tensor, device), _copy(scale, device)
+            if storage == "shared" and module.block[1] < SHARED:
+                tensor, scale = share_scales(tensor, scale, module.block, SHARED)
+                module.block = module.block[0], SHARED
+            module.weight, module.scale = _parameter(tensor), _parameter(scale)
         else:
             dtype = torch.float32 if module.fmt == "fp32" else _dtype(module, scale)
             module.weight = _parameter(_numbers(weight, tensor, scale, module, device, dtype))
@@ -165,7 +180,11 @@ def weights(model: Model) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
 def _held(model: Model, weight: Weight) -> tuple[Tensor, Tensor | None]:
     if not (expert := _EXPERT.match(weight.name)):
         module, leaf = find(model, weight.name)
-        return getattr(module, leaf), getattr(module, "scale", None) if leaf == "weight" else None
+        scale = getattr(module, "scale", None) if leaf == "weight" else None
+        if isinstance(module, Linear) and scale is not None:  # one for each block again, where they share it
+            block = model.config.weight_block_size[1]
+            scale = scale.repeat_interleave(module.block[1] // block, 1)[:, : -(-module.in_features // block)]
+        return getattr(module, leaf), scale
     stack = model.get_submodule(f"{expert[1]}.{'w2' if expert[3] == 'w2' else 'w13'}")
     halves, half = (1, 0) if expert[3] == "w2" else (2, 0 if expert[3] == "w1" else 1)
     part = int(expert[2])

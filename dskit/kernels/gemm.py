@@ -274,7 +274,7 @@ def _coded(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: tup
     bt, bn, tall = config["block_t"], config["block_n"], config["tall"]
     span = next(n for n in (4, 2, 1) if n * group <= max(128, group) and K % (n * group) == 0 or n == 1)
     even = K % (span * group) == 0
-    tma = bool(config["tma"]) and K % 16 == 0
+    tma = bool(config["tma"]) and all(s.stride(0) % 16 == 0 and s.data_ptr() % 16 == 0 for s in (x, weight))
     descs = (_descriptor(x, bt, group), _descriptor(weight, bn, group)) if tma else (None, None)
     tiles = cdiv(T, bt * tall), cdiv(N, bn)
     parts, steps = _cut(cdiv(row_tile or T, bt * tall) * tiles[1], cdiv(K, span * group), config["fill"], x)
@@ -341,7 +341,7 @@ def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block:
     """
     K = weight.shape[1]
     require(x.shape[-1] == K, "x", f"has {x.shape[-1]} channels, the weight {K}")
-    lines = rows_of(x)
+    lines, weight = rows_of(x), rows_of(weight)
     if not lines.shape[0]:
         y = torch.empty(0, weight.shape[0], dtype=dtype, device=x.device)
     elif x_scale is None and (row_tile or lines.shape[0]) <= FEW:
@@ -361,7 +361,7 @@ def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block:
 def project(o_TAH: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], groups: int,
             dtype: torch.dtype, held: torch.dtype, row_tile: int | None = None) -> Tensor:
     """Heads of group g times weight[g] of [G*O, A/G*H] -> [T, G*O] of `dtype`."""
-    x = rows_of(o_TAH.flatten(1))
+    x, weight = rows_of(o_TAH.flatten(1)), rows_of(weight)
     require(x.shape[1] == groups * weight.shape[1], "o_TAH",
             f"has {x.shape[1]} values a row; {groups} groups of {weight.shape[1]} are expected")
     if not x.shape[0]:

@@ -52,6 +52,8 @@ def _weight(shape: Shape, maker: Maker) -> tuple[Tensor, Tensor]:
 def _fp8(shape: Shape, maker: Maker) -> tuple:
     block, x = _block(shape), maker.normal(shape["rows"], shape["k"])
     x[:, ::9] *= 64.0  # groups without and with a large value
+    if block[1] > block[0]:  # the release's rounding, its scales then shared
+        x = ops.find("linear.quantize").reference(x, f"fp8_{block[0]}", torch.bfloat16)
     fmt, scales = f"fp8_{block[1]}", None
     if shape.get("coded"):
         x, scales = ops.find("linear.encode").reference(x, fmt)

@@ -14,6 +14,7 @@ from dskit.checkpoint import draw, place
 from dskit.checkpoint.files import INDEX, Folder
 from dskit.checkpoint.spec import layout, spec
 from dskit.config import ModelConfig, preset
+from dskit.layers.linear import Linear
 from tests import models
 from tests.checkpoint.conftest import CONFIGS
 
@@ -71,6 +72,20 @@ def test_saving_what_was_loaded_gives_the_same_bytes(kind, written, tmp_path):
             assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
     again = checkpoint.load(tmp_path, device="cpu", storage="packed")
     assert all(same(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_shared_scales_hold_the_same_numbers(written, tmp_path):
+    packed, shared = (checkpoint.load(written("tiny"), device="cpu", storage=s) for s in ("packed", "shared"))
+    checkpoint.save(shared, tmp_path)
+    again = checkpoint.load(tmp_path, device="cpu", storage="packed")
+    found = 0
+    for name, module in packed.named_modules():
+        if isinstance(module, Linear) and module.scale is not None:
+            mine, theirs, saved = (m.get_submodule(name).dense().float() for m in (shared, packed, again))
+            assert shared.get_submodule(name).block == (module.block[0], 128)
+            assert (mine - theirs).norm() <= 1e-6 * theirs.norm() and torch.equal(mine, saved), name
+            found += 1
+    assert found
 
 
 @pytest.mark.parametrize("kind", ["tiny", "v4", "fp8-experts"])
