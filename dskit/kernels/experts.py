@@ -79,6 +79,7 @@ def _config(tokens: int, features: int, step: int, warps: int, stages: int) -> d
 # most rows that an expert has on average, rounded down -> its tiles; few tokens are many small programs
 CONFIGS = {0: _config(16, 64, 256, 4, 4), 10: _config(16, 128, 128, 4, 4), 24: _config(32, 128, 128, 4, 4),
            96: _config(64, 128, 128, 4, 3), 1 << 62: _config(128, 128, 128, 8, 3)}
+NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
 TRIED = (*CONFIGS.values(), _config(16, 128, 256, 4, 3), _config(16, 64, 128, 4, 4),
          _config(16, 128, 128, 4, 6), _config(16, 256, 128, 8, 4), _config(64, 256, 128, 8, 4),
          _config(64, 64, 128, 4, 4), _config(32, 256, 128, 8, 4))
@@ -89,23 +90,25 @@ CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED}
 
 @triton.constexpr_function
 def _restoring(codes, half):
-    """PTX: codes of one half of two words ($0.. out), each a pair of bfloat16, times a pair of factors.
+    """PTX: the codes of one half of two words ($0.. out), each a pair of bfloat16, times a pair of factors.
 
-    The halves of both words are joined; a code's sign goes to bit 15 and the rest of it to bit 6 (e2m1) or 4
+    The halves of both words are joined.  A code's sign goes to bit 15 and the rest of it to bit 6 (e2m1) or 4
     (e4m3) and above, where it is a subnormal or tiny bfloat16, which the multiplication makes right.
     """
-    bits, mask = {8: (4, "0x01C001C0"), 4: (8, "0x07F007F0")}[codes]
     out = codes // 2
     lines = [".reg .b32 both, sign, size, zero;", "mov.b32 zero, 0x80008000;",
              f"prmt.b32 both, ${out}, ${out + 1}, {'0x7632' if half else '0x5410'};"]
     for i in range(out):
-        up = 16 - bits * (i + 1)  # from the code's sign to bit 15
-        down = up - {8: 6, 4: 4}[codes]
-        lines += [f"shl.b32 sign, both, {up};",
-                  f"shr.b32 size, both, {-down};" if down < 0 else f"shl.b32 size, both, {down};",
-                  f"and.b32 size, size, {mask};",
-                  "lop3.b32 sign, sign, zero, size, 0xEA;",  # (sign & zero) | size
-                  f"fma.rn.bf16x2 ${i}, sign, ${out + 2}, zero;"]
+        if codes == 8:  # a nibble's two places by one product: times 2^12 and 2^6, without a carry
+            lines += ["shr.b32 both, both, 8;"] * (i == 2)
+            lines += [f"and.b32 size, both, {'0x00F000F0' if i % 2 else '0x000F000F'};",
+                      f"mul.lo.u32 size, size, {'0x104' if i % 2 else '0x1040'};",
+                      "and.b32 size, size, 0x81C081C0;"]
+        else:
+            lines += ["mov.b32 sign, both;", "shr.b32 size, both, 4;"] if i else [
+                "shl.b32 sign, both, 8;", "shl.b32 size, both, 4;"]
+            lines += ["and.b32 size, size, 0x07F007F0;", "lop3.b32 size, sign, zero, size, 0xEA;"]
+        lines.append(f"fma.rn.bf16x2 ${i}, size, ${out + 2}, zero;")  # lop3 0xEA: (sign & zero) | size
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -207,28 +210,16 @@ def _activated(acc, weight, limit, LIMITED: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, limit,
-                    K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr, SCALE_N: tl.constexpr,
-                    SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
-                    NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of weight rows times tokens of one expert, N results each.
-
-    Up: half the rows are m of gate, half N + m of up; activated, laid out for a second product whose steps
-    are NEXT channels; tokens by `order`.  Down: rows m, plain.  Rows beyond the last repeat it, unwritten.
-    """
-    if order_ptr is None:  # a token alone: tiles are its slots
-        expert = tl.load(tile_ptr + tl.program_id(1)).to(tl.int64)
-        row = tl.program_id(1) + tl.arange(0, BLOCK_N)
-        inside = tl.arange(0, BLOCK_N) < 1
-        slot = row
-    else:
-        tile_ptr += 3 * tl.program_id(1)
-        expert = tl.load(tile_ptr).to(tl.int64)
-        if expert >= E:
-            return
-        row = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_N)
-        inside = row < tl.load(tile_ptr + 2)
+def _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+             WIDTH: tl.constexpr, K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr,
+             SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr,
+             GROUP: tl.constexpr, NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
+             BLOCK_M: tl.constexpr):
+    """A tile of one expert's weight rows times its tokens at rows begin .. end, at most WIDTH of them."""
+    row = begin + tl.arange(0, WIDTH)
+    inside = row < end
+    slot = row
+    if order_ptr is not None:
         slot = tl.load(order_ptr + row, mask=inside, other=0)
     ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
     first = tl.program_id(0) * ROWS
@@ -238,7 +229,7 @@ def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr,
     w_row = w_ptr + feature[:, None] * (K // CODES) + tl.arange(0, STEP // CODES)[None, :]
     token = slot // J if UP else row
     x_row = x_ptr + token.to(tl.int64)[None, :] * K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     if CODES == 1:
         x_row += tl.arange(0, STEP)[:, None]
         for step in range(K // STEP):
@@ -261,6 +252,37 @@ def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr,
         m = m // NEXT * NEXT + m % NEXT_CODES * (NEXT // NEXT_CODES) + m % NEXT // NEXT_CODES
     written = inside[None, :] & (first + tl.arange(0, ROWS) < N)[:, None]
     tl.store(y_ptr + row.to(tl.int64)[None, :] * N + m[:, None], narrow(out, tl.bfloat16), mask=written)
+
+
+@triton.jit
+def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, limit,
+                    K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr, SCALE_N: tl.constexpr,
+                    SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
+                    NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NARROW: tl.constexpr):
+    """One program: BLOCK_M weight rows and a tile of tokens, whose last few rows take a narrower operand.
+
+    Up: half the rows are m of gate, half N + m of up; activated, laid out for a second product whose steps
+    are NEXT channels; tokens by `order`.  Down: rows m, plain.  Rows beyond the last repeat it, unwritten.
+    """
+    if order_ptr is None:  # a token alone: tiles are its slots
+        begin = tl.program_id(1)
+        _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, tl.load(tile_ptr + begin).to(tl.int64),
+                 begin, begin + 1, N, limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP,
+                 NEXT_CODES, NEXT, STEP, BLOCK_M)
+    else:
+        tile_ptr += 3 * tl.program_id(1)
+        expert = tl.load(tile_ptr).to(tl.int64)
+        begin, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+        if expert < E:
+            if end - begin <= NARROW:
+                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+                         NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT, STEP,
+                         BLOCK_M)
+            elif BLOCK_N > NARROW:
+                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+                         BLOCK_N, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT, STEP,
+                         BLOCK_M)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -322,7 +344,7 @@ def _multiply(x: Tensor, weight: Experts, config: dict[str, int], tile: Tensor, 
     grid = (cdiv(weight.out_features, config["features"]), len(tile))
     _product_kernel[grid](x, words, scale, tile, order, share, y, N, weight.experts, limit,
                           weight.in_features, J, codes, scale_n, scale_k, up is not None, limit > 0, group,
-                          next_codes, next_step, config["step"], config["features"], config["tokens"],
+                          next_codes, next_step, config["step"], config["features"], config["tokens"], NARROW,
                           num_warps=config["num_warps"], num_stages=config["num_stages"])
     return y
 
