@@ -23,10 +23,10 @@ Top-k
 Shapes
     q [B, Q, X, 128] rounded numbers, weight [B, Q, X], pool [P, 68] uint8, table [B, S] and visible [B, Q]
     int64 -> scores [B, Q, S] in the weight's dtype.  Scores [..., S] bfloat16 or float32 -> indices
-    [..., k] int64, or a mask [..., S].
+    [..., k] int64.
 
 Units
-    Bytes: 68 B S + 2 B Q S for scores; 2 S a row for the top-k, once.
+    Bytes: 68 B S + 2 B Q S for scores, 68 B Q C size + 2 B Q C size in blocks; 2 S a row for the top-k.
 
 Errors
     ValueError names an argument whose shape does not fit.  Other widths and packings, float64, and rows that
@@ -127,10 +127,12 @@ def _of_group(low, high, even, odd, scales, GROUP: tl.constexpr):
     return product * scale[:, None]
 
 
-@triton.jit(do_not_specialize=["Q", "row_blocks", "spans", "tiles"])
-def _indexer_scores_cached_fwd_kernel(q_ptr, weight_ptr, byte_ptr, word_ptr, table_ptr, visible_ptr, out_ptr,
-                                      Q, S, row_blocks, spans, tiles, X: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["Q", "count", "row_blocks", "spans", "tiles"])
+def _indexer_scores_cached_fwd_kernel(q_ptr, weight_ptr, byte_ptr, word_ptr, table_ptr, visible_ptr,
+                                      block_ptr, out_ptr, Q, S, count, row_blocks, spans, tiles,
+                                      X: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
                                       KEYS: tl.constexpr, STAGES: tl.constexpr):
+    """Scores of S places of a row: of all `count` entries, or (ROWS 1) of those in listed blocks of SIZE."""
     block = tl.program_id(0) % row_blocks
     span = tl.program_id(0) // row_blocks
     request = (span // spans).to(tl.int64)
@@ -154,12 +156,18 @@ def _indexer_scores_cached_fwd_kernel(q_ptr, weight_ptr, byte_ptr, word_ptr, tab
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
     mine = row < Q
     seen = tl.load(visible_ptr + request * Q + row, mine, other=0).to(tl.int32)
-    limit = tl.minimum(tl.max(seen), last)
+    limit = tl.minimum(tl.max(seen), last) if block_ptr is None else last
     out = out_ptr + (request * Q + row) * S
     byte = tl.arange(0, 32)[None, :]
     for start in tl.range(first, limit, KEYS, num_stages=STAGES):
-        key = start + tl.arange(0, KEYS)
-        at = tl.load(table_ptr + request * S + key, key < limit, other=0).to(tl.int32).to(tl.int64)
+        place = start + tl.arange(0, KEYS)
+        key, there = place, place < limit
+        if block_ptr is not None:
+            listed = tl.load(block_ptr + (request * Q + block) * (S // SIZE) + place // SIZE, there, other=-1)
+            key = (listed * SIZE + place % SIZE).to(tl.int32)
+            there = (key >= 0) & (key < tl.max(seen))
+            key = tl.where(there, key, count)
+        at = tl.load(table_ptr + request * count + key, there, other=0).to(tl.int32).to(tl.int64)
         codes = byte_ptr + at[:, None] * 68 + byte  # every row of the table is a row of the pool
         left = tl.load(codes)
         right = tl.load(codes + 32)
@@ -173,11 +181,11 @@ def _indexer_scores_cached_fwd_kernel(q_ptr, weight_ptr, byte_ptr, word_ptr, tab
         score = tl.maximum(score, 0.0) * weight[None, :]
         total = tl.sum(score.reshape(KEYS, ROWS, X), axis=2)
         total = narrow(tl.where(key[:, None] < seen, total, float("-inf")), out_ptr.dtype.element_ty)
-        tl.store(out + key[:, None], total, (key[:, None] < last) & mine)
+        tl.store(out + place[:, None], total, (place[:, None] < last) & mine)
     for start in range(first + tl.cdiv(tl.maximum(limit - first, 0), KEYS) * KEYS, last, KEYS):
-        key = (start + tl.arange(0, KEYS))[:, None]
+        place = (start + tl.arange(0, KEYS))[:, None]
         none = tl.full([KEYS, ROWS], float("-inf"), tl.float32)
-        tl.store(out + key, narrow(none, out_ptr.dtype.element_ty), (key < last) & mine)
+        tl.store(out + place, narrow(none, out_ptr.dtype.element_ty), (place < last) & mine)
 
 
 def _unlike(q: Tensor, weight: Tensor, pool: Tensor, packing: Any) -> str | None:
@@ -193,35 +201,45 @@ def _unlike(q: Tensor, weight: Tensor, pool: Tensor, packing: Any) -> str | None
 
 
 @ops.implement("indexer.scores_cached", "triton",
-               when=lambda q_BQXY, weight_BQX, pool, table_BS, visible_BQ, packing, dtype, row_tile=None:
+               when=lambda q_BQXY, weight_BQX, pool, table_BS, visible_BQ, packing, dtype, row_tile=None,
+               block_BQC=None, size=1:
                _unlike(q_BQXY, weight_BQX, pool, packing) or too_wide(q_BQXY, weight_BQX, dtype)
-               or refuse(q_BQXY, weight_BQX, pool, table_BS, visible_BQ, sm=89))
+               or refuse(q_BQXY, weight_BQX, pool, table_BS, visible_BQ, block_BQC, sm=89))
 def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor,
-                  packing: Any, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
-    """Scores [B, Q, S] of the keys in rows `table` of a pool, -inf outside what a row may see."""
+                  packing: Any, dtype: torch.dtype, row_tile: int | None = None,
+                  block_BQC: Tensor | None = None, size: int = 1) -> Tensor:
+    """Scores [B, Q, S] of the keys in rows `table` of a pool, -inf outside what a row may see.
+
+    Given blocks of `size` entries, only of those: [B, Q, C * size].
+    """
     B, Q, X, width = q_BQXY.shape
-    S = table_BS.shape[1]
+    count = table_BS.shape[1]
+    S = count if block_BQC is None else block_BQC.shape[-1] * size
     require(width == WIDTH, "q_BQXY", f"has {width} channels, keys {WIDTH}")
     require(weight_BQX.shape == (B, Q, X), "weight_BQX", f"must be [{B}, {Q}, {X}]")
     require(table_BS.shape[0] == B and table_BS.dtype == torch.int64, "table_BS", f"must be [{B}, S] int64")
     require(visible_BQ.shape == (B, Q) and visible_BQ.dtype == torch.int64, "visible_BQ",
             f"must be [{B}, {Q}] int64")
     require(pool.is_contiguous() and pool.data_ptr() % 4 == 0, "pool", "must be contiguous, from 4 bytes on")
+    require(block_BQC is None or (block_BQC.shape[:2] == (B, Q) and block_BQC.dtype == torch.int64),
+            "block_BQC", f"must be [{B}, {Q}, C] int64")
     out = torch.empty(B, Q, S, dtype=weight_BQX.dtype, device=q_BQXY.device)
     if not out.numel():
         return out
-    config = up_to(CONFIGS, 1 if row_tile else Q)
+    together = 1 if row_tile or block_BQC is not None else min(Q, 4)  # rows that score the same keys
+    config = up_to(CONFIGS, together)
     if not row_tile:
-        config = tuned("indexer.scores_cached", (Q, B, S, X), config)
-    rows, keys = max(1, config["COLUMNS"] // X), config["KEYS"]
+        config = tuned("indexer.scores_cached", (B * Q * S, together, X), config)
+    rows, keys = max(1, config["COLUMNS"] // X) if block_BQC is None else 1, config["KEYS"]
     row_blocks, all_tiles = cdiv(Q, rows), cdiv(S, keys)
     shared_out = cdiv(B * row_blocks * all_tiles, PROGRAMS * common.processors(q_BQXY))
     tiles = min(config["TILES"], shared_out)
     spans = cdiv(all_tiles, tiles)
     _indexer_scores_cached_fwd_kernel[(B * row_blocks * spans,)](
         q_BQXY.contiguous(), weight_BQX.contiguous(), pool, pool.view(torch.int32), table_BS.contiguous(),
-        visible_BQ.contiguous(), out, Q, S, row_blocks, spans, tiles, X=X, ROWS=rows, KEYS=keys,
-        STAGES=config["num_stages"], num_warps=config["num_warps"])
+        visible_BQ.contiguous(), None if block_BQC is None else block_BQC.contiguous(), out, Q, S, count,
+        row_blocks, spans, tiles, X=X, SIZE=size, ROWS=rows, KEYS=keys, STAGES=config["num_stages"],
+        num_warps=config["num_warps"])
     return out
 
 
@@ -286,18 +304,6 @@ def _pick_kernel(x_ptr, stride_row, chunk_ptr, out_ptr, count, k, SIZE: tl.const
     tl.store(out_ptr + row * k + lane, none, (lane >= found) & (lane < k))
 
 
-@triton.jit
-def _mark_kernel(block_ptr, mask_ptr, count, k, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """True at the values of the blocks listed."""
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    block = tl.load(block_ptr + row * k + i, i < k, other=-1)[:, None]
-    lane = tl.arange(0, WIDE)[None, :]
-    at = block * SIZE + lane
-    tl.store(mask_ptr + row * count + at, tl.full([BLOCKS, WIDE], 1, tl.uint8),
-             (block >= 0) & (lane < SIZE) & (at < count))
-
-
 def _chunk(count: int, k: int) -> int:
     """Values of a chunk such that the maxima of a row and the values of its k best chunks are both few."""
     size = 2
@@ -319,7 +325,7 @@ def _peaks(x: Tensor, size: int, visible: Tensor | None = None) -> Tensor:
     rows, count = x.shape
     peaks = torch.empty(rows, cdiv(count, size), dtype=torch.float32, device=x.device)
     wide = pow2(size)
-    config = tuned("indexer.topk/peaks", (rows, count, size), PEAKS)
+    config = tuned("indexer.topk/peaks", (rows * count, size), PEAKS)
     chunks = max(1, config["VALUES"] // wide)
     _peaks_kernel[(cdiv(peaks.shape[1], chunks), rows)](
         x, x.stride(0), visible, peaks, count, SIZE=size, WIDE=wide, CHUNKS=chunks,
@@ -367,15 +373,11 @@ def topk(score_BQS: Tensor, k: int) -> Tensor:
                _too_many(cdiv(score_BQS.shape[-1], size), count) or too_wide(score_BQS)
                or refuse(score_BQS, visible_BQ))
 def blocks(score_BQS: Tensor, visible_BQ: Tensor, size: int, count: int) -> Tensor:
-    """Candidates: bool, true in the `count` best blocks; the newest visible block always stays."""
+    """The `count` best blocks, as `topk` gives them; the newest visible block is always one."""
     require(size > 0 and count > 0, "size, count", f"are {size}, {count}; they must be at least 1")
     require(visible_BQ.shape == score_BQS.shape[:-1], "visible_BQ", f"must be {list(score_BQS.shape[:-1])}")
-    mask = torch.zeros(score_BQS.shape, dtype=torch.bool, device=score_BQS.device)
-    if not mask.numel():
-        return mask
-    x = rows_of(score_BQS)
-    best = _best(_peaks(x, size, visible_BQ.contiguous()), count, _bits(x), torch.int32)
-    at_once = min(256, pow2(count))
-    _mark_kernel[(cdiv(count, at_once), len(x))](best, mask.view(torch.uint8), x.shape[1], count, SIZE=size,
-                                                 WIDE=pow2(size), BLOCKS=at_once, num_warps=4)
-    return mask
+    lead, x = score_BQS.shape[:-1], rows_of(score_BQS)
+    if not x.numel():
+        return torch.full((*lead, count), -1, dtype=torch.int64, device=x.device)
+    best = _peaks(x, size, visible_BQ.contiguous())
+    return _best(best, count, _bits(x), torch.int64).view(*lead, count)

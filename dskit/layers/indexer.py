@@ -74,25 +74,32 @@ def scores(q_BQXY: Tensor, weight_BQX: Tensor, key_BSY: Tensor, row_tile: int | 
 
 @ops.op("indexer.scores_cached", grad=False)
 def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor,
-                  packing: Packing, dtype: torch.dtype, row_tile: int | None = None) -> Tensor:
+                  packing: Packing, dtype: torch.dtype, row_tile: int | None = None,
+                  block_BQC: Tensor | None = None, size: int = 1) -> Tensor:
     """`scores` of the keys in rows `table` of a cache, read as `dtype`; -inf outside what a row may see.
 
-    Queries are numbers that are rounded as keys are.
+    Queries are numbers that are rounded as keys are. Given blocks of `size` entries (-1: none), only those:
+    [B, Q, C * size].
     """
     of = scores(q_BQXY, weight_BQX, read(pool, table_BS, packing, dtype), row_tile)
-    hidden = torch.arange(of.shape[-1], device=of.device) >= visible_BQ[..., None]
-    return of.masked_fill(hidden, float("-inf"))
+    S = of.shape[-1]
+    of = of.masked_fill(torch.arange(S, device=of.device) >= visible_BQ[..., None], float("-inf"))
+    if block_BQC is None:
+        return of
+    entry = (block_BQC[..., None] * size + torch.arange(size, device=of.device)).flatten(-2)
+    here = (entry >= 0) & (entry < S)
+    return of.gather(-1, entry.where(here, 0)).masked_fill(~here, float("-inf"))
 
 
 @ops.op("indexer.blocks")
 def blocks(score_BQS: Tensor, visible_BQ: Tensor, size: int, count: int) -> Tensor:
-    """Candidates: bool [B, Q, S], true in the `count` best blocks; the newest visible block always stays."""
+    """Candidates: the `count` best blocks of `size` entries, as `topk` gives them; the newest visible block
+    is always one: int64 [B, Q, count].
+    """
     S = score_BQS.shape[-1]
     best = F.pad(score_BQS, (0, -S % size), value=float("-inf")).unflatten(-1, (-1, size)).amax(dim=-1)
     best.scatter_(-1, ((visible_BQ - 1).clamp(min=0) // size)[..., None], float("inf"))
-    order = best.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    keep = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, order, True) & (best > float("-inf"))
-    return keep.repeat_interleave(size, dim=-1)[..., :S]
+    return topk(best, count)
 
 
 @ops.op("indexer.topk")
@@ -170,21 +177,48 @@ class Indexer(nn.Module):
         q, _ = ready(q, None, 0.0, turn, self.packing, False)
         return q, self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
 
-    def score(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor,
-              segments: list[Segment]) -> list[Tensor]:
-        """Scores [B, Q, S] per segment, -inf outside what a row may see."""
+    def score(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor, segments: list[Segment],
+              candidates: list[Tensor | None] | None) -> list[Tensor]:
+        """Scores per segment, -inf outside what a row may see: of all entries [B, Q, S], or of candidates."""
         q, weight = self.query(x_TD, latent_TR, turn)
+        size = self.config.candidate_block_size
         return [scores_cached(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
                               pool, seg.table, seg.visible, self.packing, self.numerics.compute,
-                              self.numerics.row_tile) for seg in segments]
+                              self.numerics.row_tile, block, size)
+                for seg, block in zip(segments, self._among(segments, candidates), strict=True)]
 
-    def select(self, found: list[Tensor], segments: list[Segment], candidates: list[Tensor] | None
-               ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """(chosen entries [B, Q, K] per segment, candidate masks that later index sources must respect)."""
+    def select(self, found: list[Tensor], segments: list[Segment], candidates: list[Tensor | None] | None
+               ) -> tuple[list[Tensor], list[Tensor | None] | None]:
+        """(chosen entries [B, Q, K] per segment, candidate blocks, to which later index sources keep)."""
+        size = self.config.candidate_block_size
+        picked = [_entries(topk(of, self.config.index_topk), block, size)
+                  for of, block in zip(found, self._among(segments, candidates), strict=True)]
         if self.layer == self.config.candidate_source_layer_id:
-            candidates = [blocks(of, seg.visible, self.config.candidate_block_size,
-                                 self.config.candidate_topk_blocks)
-                          for of, seg in zip(found, segments, strict=True)]
-        elif candidates is not None:
-            found = [of.masked_fill(~keep, float("-inf")) for of, keep in zip(found, candidates, strict=True)]
-        return [topk(of, self.config.index_topk) for of in found], candidates
+            candidates = [self._candidates(of, seg) for of, seg in zip(found, segments, strict=True)]
+        return picked, candidates
+
+    def _among(self, segments: list[Segment], candidates: list[Tensor | None] | None) -> list[Tensor | None]:
+        """Blocks that this layer keeps to, per segment; None: all entries compete."""
+        source = self.layer == self.config.candidate_source_layer_id
+        return [None] * len(segments) if source or candidates is None else candidates
+
+    def _candidates(self, of: Tensor, seg: Segment) -> Tensor | None:
+        """The best blocks, or None where all are."""
+        count, size = self.config.candidate_topk_blocks, self.config.candidate_block_size
+        return None if of.shape[-1] <= count * size else blocks(of, seg.visible, size, count)
+
+
+def _entries(place: Tensor, block_BQC: Tensor | None, size: int) -> Tensor:
+    """Entries at places of a row of candidates, which is ascending as they are; -1 stays."""
+    if block_BQC is None:
+        return place
+    at = place.clamp(min=0)
+    return (block_BQC.gather(-1, at // size) * size + at % size).masked_fill(place < 0, -1)
+
+
+def members(block_BQC: Tensor, size: int, entries: int) -> Tensor:
+    """Mask [B, Q, entries] of what lies in blocks."""
+    count = -(-entries // size)
+    mask = block_BQC.new_zeros(*block_BQC.shape[:-1], count + 1, dtype=torch.bool)
+    mask.scatter_(-1, block_BQC.where(block_BQC >= 0, count), True)
+    return mask[..., :count].repeat_interleave(size, dim=-1)[..., :entries]

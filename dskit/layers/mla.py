@@ -62,7 +62,7 @@ class Global:
     entries: Tensor | None = None
     keys: Tensor | None = None
     chosen: Tensor | None = None
-    candidates: list[Tensor] | None = None
+    candidates: list[Tensor | None] | None = None
 
 
 @ops.op("mla.attend")
@@ -253,7 +253,8 @@ class Attention(nn.Module):
                 picked = [_everything(seg, self.config.index_topk) for seg in segments]
                 shared.chosen = _rows(segments, picked)
                 return
-            found = self.indexer.score(x_TD, latent, step.rope[True], shared.keys, segments)
+            found = self.indexer.score(x_TD, latent, step.rope[True], shared.keys, segments,
+                                       shared.candidates)
             picked, shared.candidates = self.indexer.select(found, segments, shared.candidates)
             shared.chosen = _rows(segments, picked)
         elif shared.chosen is None:  # V4 without an indexer attends to every visible entry

@@ -2,7 +2,8 @@
 
 Shapes: requests, rows of each, heads, entries; `seen` entries that the last row of the first request sees,
     fewer in each further request and in each row before; `spread` binades between the scales of groups, of
-    keys on both sides of 1, and up to 10 of queries; `tile` 1: with row_tile; `wide` 1: float32.
+    keys on both sides of 1, and up to 10 of queries; `tile` 1: with row_tile; `wide` 1: float32; `among`
+    blocks of 8 entries to which each row keeps, some of them missing.
     Selection: k of rows x entries, or `count` blocks of `size`; grain g: scores in steps of 1 / g, so that
     many are equal; masked: so many thousandths are minus infinity; flat 1: all scores are equal.
 Errors: none of its own.
@@ -17,23 +18,27 @@ from dskit.layers.cache import Packing
 from dskit.testing import Cases, Maker, Shape
 
 PACKING = Packing(128, "fp4_32", 0, torch.bfloat16)
+SIZE = 8  # entries of a block
 POOL = 1 << 16  # keys that are drawn; a larger pool repeats them
 
 
 # ---- scores ------------------------------------------------------------------------------------------------
 
 def _case(requests: int, rows: int, heads: int, entries: int, seen: int | None = None, spread: int = 2,
-          tile: int = 0, wide: int = 0) -> Shape:
+          tile: int = 0, wide: int = 0, among: int = 0) -> Shape:
     return {"requests": requests, "rows": rows, "heads": heads, "entries": entries,
-            "seen": entries if seen is None else seen, "spread": spread, "tile": tile, "wide": wide}
+            "seen": entries if seen is None else seen, "spread": spread, "tile": tile, "wide": wide,
+            "among": among}
 
 
 SCORES = (_case(1, 0, 32, 9), _case(1, 1, 32, 0), _case(1, 1, 32, 1, wide=1), _case(2, 1, 32, 390),
           _case(1, 1, 32, 300, seen=128), _case(1, 1, 16, 200, seen=0), _case(2, 3, 32, 65, wide=1),
           _case(1, 5, 16, 129, seen=3, wide=1), _case(1, 2, 64, 66, spread=60),
-          _case(1, 2, 32, 140, tile=16))
+          _case(1, 2, 32, 140, tile=16), _case(1, 2, 32, 300, seen=260, among=20))
 RELEASED = (*(_case(requests, 1, 32, 65536) for requests in (1, 32, 128)), _case(128, 1, 32, 131_072),
-            _case(32, 6, 32, 65536), _case(1, 512, 32, 65536), _case(32, 1, 64, 65536))
+            _case(32, 6, 32, 65536), _case(1, 512, 32, 65536), _case(32, 1, 64, 65536),
+            *(_case(requests, 1, 32, 131_072, among=2048) for requests in (1, 32, 128)),
+            _case(1, 512, 32, 65536, among=2048))
 
 
 def _scores(shape: Shape, maker: Maker) -> tuple:
@@ -51,14 +56,28 @@ def _scores(shape: Shape, maker: Maker) -> tuple:
     table = (page[..., None] * 64 + torch.arange(64, device=page.device)).flatten(1)[:, :S].contiguous()
     back = (7 * torch.arange(B)[:, None] + torch.arange(Q).flip(0)).to(maker.device)
     return (q, weight, pool, table, (shape["seen"] - back).clamp(min=0), PACKING, torch.bfloat16,
-            16 if shape["tile"] else None)
+            16 if shape["tile"] else None, _among(shape, maker) if shape["among"] else None, SIZE)
+
+
+def _among(shape: Shape, maker: Maker) -> torch.Tensor:
+    """Different blocks of each row, ascending, every ninth missing."""
+    B, Q, C = shape["requests"], shape["rows"], shape["among"]
+    room = -(-shape["entries"] // SIZE) // C  # blocks from which one is taken
+    block = maker.integers(room, B, Q, C) + room * torch.arange(C, device=maker.device)
+    block[..., 8::9] = -1
+    return block
+
+
+def _scored(shape: Shape) -> int:
+    """Scores of a row."""
+    return shape["among"] * SIZE or shape["entries"]
 
 
 def _score_bytes(shape: Shape) -> int:
-    """Keys once, queries and weights, scores written."""
-    rows, held = shape["requests"] * shape["rows"], 4 if shape["wide"] else 2
-    return (shape["requests"] * shape["entries"] * PACKING.nbytes
-            + rows * (shape["heads"] * (2 * PACKING.width + held) + held * shape["entries"]))
+    """Keys once, those of blocks once a row; queries and weights, scores written."""
+    B, rows, held = shape["requests"], shape["requests"] * shape["rows"], 4 if shape["wide"] else 2
+    return ((rows if shape["among"] else B) * _scored(shape) * PACKING.nbytes
+            + rows * (shape["heads"] * (2 * PACKING.width + held) + held * _scored(shape)))
 
 
 # ---- selection ---------------------------------------------------------------------------------------------
@@ -114,10 +133,10 @@ def _read(shape: Shape) -> int:
 
 CASES = [
     Cases("indexer.scores_cached", _scores, "G", SCORES, RELEASED, nbytes=_score_bytes,
-          flop=lambda s: 256 * s["requests"] * s["rows"] * s["heads"] * s["entries"], peak="fp8"),
+          flop=lambda s: 256 * s["requests"] * s["rows"] * s["heads"] * _scored(s), peak="fp8"),
     Cases("indexer.topk", _topk, "X", TOPS, TOPS_RELEASED, nbytes=lambda s: _read(s) + 8 * s["rows"] * s["k"],
           flop=lambda s: s["rows"] * s["entries"], rounds=True),
     Cases("indexer.blocks", _blocks, "X", BLOCKS, BLOCKS_RELEASED,
-          nbytes=lambda s: _read(s) + s["rows"] * s["entries"], flop=lambda s: s["rows"] * s["entries"],
+          nbytes=lambda s: _read(s) + 8 * s["rows"] * s["k"], flop=lambda s: s["rows"] * s["entries"],
           rounds=True),
 ]

@@ -99,8 +99,8 @@ class Whole:
         score = score.masked_fill(~seen, float("-inf"))
         if layer.layer == config.candidate_source_layer_id:
             last = (seen * torch.arange(1, seen.shape[-1] + 1, device=seen.device)).amax(dim=-1)
-            shared.candidates = indexing.blocks(score, last, config.candidate_block_size,
-                                                config.candidate_topk_blocks)
+            best = indexing.blocks(score, last, config.candidate_block_size, config.candidate_topk_blocks)
+            shared.candidates = indexing.members(best, config.candidate_block_size, score.shape[-1])
         elif shared.candidates is not None:
             score = score.masked_fill(~shared.candidates, float("-inf"))
         best = score.topk(min(config.index_topk, score.shape[-1]), dim=-1)
