@@ -67,8 +67,8 @@ figures.memory_bars(
 # ## The source
 #
 # The whole mechanism is one file. Look for three things: `wkv` gives *one* vector of width H where `wq_b`
-# gives A of them; `attend` uses `value` twice, once for the scores and once for the sum; `output` rotates
-# back.
+# gives A of them; `attend` uses `value` twice, once for the scores and once for the sum; `attend_cached`
+# rotates queries in and the output back.
 
 # %%
 from dskit.layers import mla
@@ -190,18 +190,19 @@ Table(rows, "mla.attend")
 
 # %%
 from dskit import ops
+from dskit.layers import rope
 from dskit.layers.rope import turns
 
 
 def layer_output(x_TD, pos_T):
     """The attention of layer 0 over rows that see all earlier rows, at any positions."""
     turn_T = turns(pos_T, llm.model.frequency_0)
-    q_TAH = attention.query(attention.q_norm(attention.wq_a(x_TD)), turn_T)
+    q_TAH = rope.rotate(attention.query(attention.q_norm(attention.wq_a(x_TD))), turn_T)
     key_TH = attention.key(x_TD, turn_T)
     row = torch.arange(len(x_TD), device=llm.device)
     read_TT = torch.where(row <= row[:, None], row, -1)
     o_TAH = mla.attend(q_TAH, key_TH, read_TT, None, None, attention.attn_sink, torch.float32)
-    return attention.output(o_TAH, turn_T)
+    return attention.output(rope.rotate(o_TAH, turn_T, inverse=True))
 
 
 def moved(found, wanted):
