@@ -119,6 +119,8 @@ def _shape_class(args: tuple, kwargs: dict[str, Any]) -> tuple:
                 add(a.requires_grad)
             if device is None:
                 device = a.device
+        elif kind is tuple:
+            add(_shape_class(a, {}))
         else:
             add(weakref.ref(a))
     return (grad, device, *parts, *kwargs)
