@@ -60,6 +60,10 @@ class Hollow(Maker):
         """Memory of this shape."""
         return torch.empty(shape, dtype=dtype)
 
+    def bytes(self, *shape: int) -> torch.Tensor:
+        """Memory of this shape."""
+        return torch.empty(shape, dtype=torch.uint8)
+
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0,
                 dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Memory of this shape."""

@@ -70,6 +70,11 @@ class Maker:
         drawn = torch.randint(low, high, shape, generator=self.generator, device=self.source, dtype=dtype)
         return drawn.to(self.device)
 
+    def bytes(self, *shape: int) -> Tensor:
+        """Any bytes, uint8, drawn in place: for codes by the gigabyte."""
+        drawn = torch.empty(shape, dtype=torch.uint8, device=self.source)
+        return drawn.random_(generator=self.generator).to(self.device)
+
     def distinct(self, high: int, count: int) -> Tensor:
         """`count` different integers below `high`, int64."""
         return torch.randperm(high, generator=self.generator, device=self.source)[:count].to(self.device)

@@ -173,7 +173,7 @@ def _stack(shape: Shape, maker: Maker, outputs: int, inputs: int) -> Experts:
     if fmt == "bf16":
         weight, scale = maker.normal(E, outputs, inputs, scale=inputs**-0.5), None
     elif fmt == "fp4":
-        weight = maker.uniform(E, outputs, inputs // 2, high=256, dtype=torch.uint8).view(torch.int8)
+        weight = maker.bytes(E, outputs, inputs // 2).view(torch.int8)
         scale = (E, outputs, inputs // 32)
     else:
         weight = maker.uniform(E, outputs, inputs, low=-448, high=448, dtype=torch.float8_e4m3fn)
