@@ -1,9 +1,9 @@
 """Cases of the ops in layers/indexer.py.
 
-Shapes: requests, rows of each, heads, entries; `seen` entries that the last row of the first request sees,
-    fewer in each further request and in each row before; `spread` binades between the scales of groups, of
-    keys on both sides of 1, and up to 10 of queries; `tile` 1: with row_tile; `wide` 1: float32; `among`
-    blocks of 8 entries to which each row keeps, some of them missing.
+Shapes: rows of the batch, the requests, `each` with so many of its own, heads, entries; `seen` entries that
+    the last row of the first request sees, fewer in each further request and in each row before; `spread`
+    binades between the scales of groups, of keys on both sides of 1, and up to 10 of queries; `tile` 1: with
+    row_tile; `wide` 1: float32; `among` blocks of 8 entries to which each row keeps, some of them missing.
     Selection: k of rows x entries, or `count` blocks of `size`; grain g: scores in steps of 1 / g, so that
     many are equal; masked: so many thousandths are minus infinity; flat 1: all scores are equal.
 Errors: none of its own.
@@ -24,9 +24,9 @@ POOL = 1 << 16  # keys that are drawn; a larger pool repeats them
 
 # ---- scores ------------------------------------------------------------------------------------------------
 
-def _case(requests: int, rows: int, heads: int, entries: int, seen: int | None = None, spread: int = 2,
+def _case(rows: int, each: int, heads: int, entries: int, seen: int | None = None, spread: int = 2,
           tile: int = 0, wide: int = 0, among: int = 0) -> Shape:
-    return {"requests": requests, "rows": rows, "heads": heads, "entries": entries,
+    return {"rows": rows, "each": each, "heads": heads, "entries": entries,
             "seen": entries if seen is None else seen, "spread": spread, "tile": tile, "wide": wide,
             "among": among}
 
@@ -35,15 +35,15 @@ SCORES = (_case(1, 0, 32, 9), _case(1, 1, 32, 0), _case(1, 1, 32, 1, wide=1), _c
           _case(1, 1, 32, 300, seen=128), _case(1, 1, 16, 200, seen=0), _case(2, 3, 32, 65, wide=1),
           _case(1, 5, 16, 129, seen=3, wide=1), _case(1, 2, 64, 66, spread=60),
           _case(1, 2, 32, 140, tile=16), _case(1, 2, 32, 300, seen=260, among=20))
-RELEASED = (*(_case(requests, 1, 32, 65536) for requests in (1, 32, 128)), _case(128, 1, 32, 131_072),
+RELEASED = (*(_case(rows, 1, 32, 65536) for rows in (1, 32, 128)), _case(128, 1, 32, 131_072),
             _case(32, 6, 32, 65536), _case(1, 512, 32, 65536), _case(32, 1, 64, 65536),
-            *(_case(requests, 1, 32, 131_072, among=2048) for requests in (1, 32, 128)),
+            *(_case(rows, 1, 32, 65536, among=2048) for rows in (1, 32, 128)),
             _case(1, 512, 32, 65536, among=2048))
 
 
 def _scores(shape: Shape, maker: Maker) -> tuple:
     """Rounded queries and random bytes whose pool rows lie in pages, in any order."""
-    B, Q, X, S = (shape[name] for name in ("requests", "rows", "heads", "entries"))
+    B, Q, X, S = (shape[name] for name in ("rows", "each", "heads", "entries"))
     spread = shape["spread"]
     size = 2.0 ** maker.integers(min(spread, 10) + 1, B, Q, X, 4, 1).float()
     q = PACKING.round((maker.normal(B, Q, X, 4, 32, dtype=torch.float32) * size).flatten(-2).bfloat16())
@@ -61,7 +61,7 @@ def _scores(shape: Shape, maker: Maker) -> tuple:
 
 def _among(shape: Shape, maker: Maker) -> torch.Tensor:
     """Different blocks of each row, ascending, every ninth missing."""
-    B, Q, C = shape["requests"], shape["rows"], shape["among"]
+    B, Q, C = shape["rows"], shape["each"], shape["among"]
     room = -(-shape["entries"] // SIZE) // C  # blocks from which one is taken
     block = maker.integers(room, B, Q, C) + room * torch.arange(C, device=maker.device)
     block[..., 8::9] = -1
@@ -75,7 +75,7 @@ def _scored(shape: Shape) -> int:
 
 def _score_bytes(shape: Shape) -> int:
     """Keys once, those of blocks once a row; queries and weights, scores written."""
-    B, rows, held = shape["requests"], shape["requests"] * shape["rows"], 4 if shape["wide"] else 2
+    B, rows, held = shape["rows"], shape["rows"] * shape["each"], 4 if shape["wide"] else 2
     return ((rows if shape["among"] else B) * _scored(shape) * PACKING.nbytes
             + rows * (shape["heads"] * (2 * PACKING.width + held) + held * _scored(shape)))
 
@@ -133,7 +133,7 @@ def _read(shape: Shape) -> int:
 
 CASES = [
     Cases("indexer.scores_cached", _scores, "G", SCORES, RELEASED, nbytes=_score_bytes,
-          flop=lambda s: 256 * s["requests"] * s["rows"] * s["heads"] * _scored(s), peak="fp8"),
+          flop=lambda s: 256 * s["rows"] * s["each"] * s["heads"] * _scored(s), peak="fp8"),
     Cases("indexer.topk", _topk, "X", TOPS, TOPS_RELEASED, nbytes=lambda s: _read(s) + 8 * s["rows"] * s["k"],
           flop=lambda s: s["rows"] * s["entries"], rounds=True),
     Cases("indexer.blocks", _blocks, "X", BLOCKS, BLOCKS_RELEASED,
