@@ -72,6 +72,7 @@ def _config(block: int, parts: int, warps: int, stages: int) -> dict[str, int]:
 
 # by rows of a call; not yet measured.  Two programs of four warps fit on a multiprocessor, one of eight does
 CONFIGS = {1 << 62: _config(32, 2, 4, 2)}
+TAILED = {1 << 62: _config(32, 2, 4, 1)}  # words of bfloat16 channels would be staged at the width of a row
 CANDIDATES = {"mla.attend_cached": (_config(32, 2, 4, 1), _config(32, 2, 4, 2), _config(32, 2, 4, 3),
                                     _config(16, 2, 4, 1), _config(16, 2, 4, 3), _config(64, 2, 8, 1),
                                     _config(32, 1, 8, 1), _config(32, 1, 8, 3), _config(64, 1, 8, 1),
@@ -420,7 +421,7 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
         return out
     window_form = _form(window_SH, window_packing, H)
     entry_form = _form(entries_SH, entry_packing, H) if K else window_form
-    config = up_to(CONFIGS, T)
+    config = up_to(TAILED if window_form[2] < window_form[3] else CONFIGS, T)
     if not steady:
         config = tuned("mla.attend_cached", (T, W, K, A, H, window_form[-1], entry_form[-1]), config)
     block, parts = config["BLOCK"], config["PARTS"]
