@@ -110,6 +110,13 @@ def test_every_e2m1_code_is_read_exactly(device):
     same(apply(common.from_e2m1, NARROW[:16], torch.float32, device), E2M1)
 
 
+def test_operands_of_an_fp8_product_are_exact(device):
+    for function, code in ((common.e2m1_low, NARROW & 15), (common.e2m1_high, NARROW >> 4)):
+        same(apply(function, NARROW, torch.float32, device), E2M1[code.long()] / 64)
+    x = boundaries(E4M3)
+    same(apply(common.e4m3_operand, x[~x.isnan()], torch.float32, device), linear.e4m3(x[~x.isnan()]))
+
+
 def test_every_e8m0_byte_is_read_exactly_and_written_back(device):
     values = linear.scale_values(NARROW)
     same(apply(common.from_e8m0, NARROW, torch.float32, device), values)
