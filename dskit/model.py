@@ -39,7 +39,7 @@ from dskit.layers.indexer import Segment
 from dskit.layers.linear import Linear, Numerics, matmul
 from dskit.layers.mla import Attention, Global, Memory
 from dskit.layers.moe import MoE
-from dskit.layers.norm import RMSNorm, cast, up
+from dskit.layers.norm import RMSNorm, cast
 from dskit.layers.rope import frequencies
 from dskit.layers.swa import RingPlan
 
@@ -228,5 +228,5 @@ class Model(nn.Module):
         return mhc.read(p, X, self.numerics.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Float32 logits [rows, V] of normed rows; the product is float32 even where weights are bfloat16."""
-        return matmul(up(x), up(self.head.dense()), torch.float32, self.numerics.row_tile)
+        """Float32 logits [rows, V] of normed rows; sums are float32 even where weights are bfloat16."""
+        return matmul(x, self.head.dense(), torch.float32, self.numerics.row_tile)

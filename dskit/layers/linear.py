@@ -302,15 +302,24 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype, row_tile: int | None =
     With `row_tile`, rows go through in tiles of exactly that many (zero-padded): a row's bits then do not
     depend on how many others there are.
     """
+    if dtype != weight.dtype or (row_tile is None and x.numel() > x.shape[-1]):
+        weight = widened(weight)
     if row_tile is None:
-        if x.numel() > x.shape[-1] or dtype != weight.dtype:
-            weight = widened(weight)
-        return cast(F.linear(cast(x, weight.dtype), weight), dtype)
+        return cast(_product(cast(x, weight.dtype), weight, dtype), dtype)
     rows = x.reshape(-1, x.shape[-1]).to(weight.dtype)
     padded = F.pad(rows, (0, 0, 0, -rows.shape[0] % row_tile))
-    tiles = [F.linear(tile, weight) for tile in padded.split(row_tile)]
+    tiles = [_product(tile, weight, dtype) for tile in padded.split(row_tile)]
     y = torch.cat(tiles)[: rows.shape[0]] if tiles else rows.new_empty(0, weight.shape[0])
     return y.view(*x.shape[:-1], weight.shape[0]).to(dtype)
+
+
+def _product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x weight^T; a GPU gives the float32 sums of bfloat16 products without rounding them in between."""
+    narrow = weight.is_cuda and weight.dtype == torch.bfloat16 and dtype == torch.float32
+    if narrow and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        y = torch.mm(x.reshape(-1, x.shape[-1]), weight.T, out_dtype=dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight) if not narrow else F.linear(x.float(), weight.float())
 
 
 @ops.op("gemm.fp8")
