@@ -71,6 +71,7 @@ from dskit.kernels.common import (
 Experts = Any  # of layers/linear.py: a kernel file knows a layer by its attributes alone
 Numerics = Any
 
+
 def _config(tokens: int, features: int, step: int, warps: int, stages: int) -> dict[str, int]:
     """Tokens and weight rows of a tile (half of gate, half of up); channels of a step."""
     return {"tokens": tokens, "features": features, "step": step, "num_warps": warps, "num_stages": stages}
@@ -90,13 +91,14 @@ CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED}
 
 @triton.constexpr_function
 def _restoring(codes, half):
-    """PTX: the codes of one half of two words ($0.. out), each a pair of bfloat16, times a pair of factors.
+    """PTX: the codes of one half of two words ($0.. out), each a pair of bfloat16, times the words' factors.
 
     The halves of both words are joined.  A code's sign goes to bit 15 and the rest of it to bit 6 (e2m1) or 4
     (e4m3) and above, where it is a subnormal or tiny bfloat16, which the multiplication makes right.
     """
     out = codes // 2
-    lines = [".reg .b32 both, sign, size, zero;", "mov.b32 zero, 0x80008000;",
+    lines = [".reg .b32 both, sign, size, zero, factors;", "mov.b32 zero, 0x80008000;",
+             f"prmt.b32 factors, ${out + 2}, ${out + 3}, 0x5410;",
              f"prmt.b32 both, ${out}, ${out + 1}, {'0x7632' if half else '0x5410'};"]
     for i in range(out):
         if codes == 8:  # a nibble's two places by one product: times 2^12 and 2^6, without a carry
@@ -108,7 +110,7 @@ def _restoring(codes, half):
             lines += ["mov.b32 sign, both;", "shr.b32 size, both, 4;"] if i else [
                 "shl.b32 sign, both, 8;", "shl.b32 size, both, 4;"]
             lines += ["and.b32 size, size, 0x07F007F0;", "lop3.b32 size, sign, zero, size, 0xEA;"]
-        lines.append(f"fma.rn.bf16x2 ${i}, size, ${out + 2}, zero;")  # lop3 0xEA: (sign & zero) | size
+        lines.append(f"fma.rn.bf16x2 ${i}, size, factors, zero;")  # lop3 0xEA: (sign & zero) | size
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -144,7 +146,7 @@ def _operand(words, byte, CODES: tl.constexpr, HALF: tl.constexpr):
             return _beside(from_e4m3((words & 255).to(tl.uint8)) * scale,
                            from_e4m3(((words >> 8) & 255).to(tl.uint8)) * scale)
     else:
-        factor = tl.minimum(byte.to(tl.int32) + _lifted(CODES), 255) * 0x00800080  # a pair of powers of two
+        factor = tl.minimum(byte.to(tl.int32) + _lifted(CODES), 255) << 7  # a power of two in bfloat16
         if CODES == 8:
             a, b, c, d = tl.inline_asm_elementwise(
                 _restoring(CODES, HALF), _constraints(CODES), [words, factor],
