@@ -151,9 +151,11 @@ def _pairs(code_ptr, byte_ptr, word_ptr, row, first, FORM: tl.constexpr, WIDE: t
     SCALES_AT: tl.constexpr = FORM[5]
     NBYTES: tl.constexpr = FORM[6]
     real, pair = row >= 0, first + tl.arange(0, WIDE)[None, :]
-    row = tl.maximum(row, 0)
+    row, coded, present = tl.maximum(row, 0), real, real
+    if CODED < 2 * WIDE:  # a comparison less for each load where a row fills its tiles
+        coded, present = real & (pair < CODED), real & (pair < WIDTH)
     if KIND == "bf16":
-        word = tl.load(word_ptr + row * WIDTH + pair, real & (pair < WIDTH), other=0)
+        word = tl.load(word_ptr + row * WIDTH + pair, present, other=0)
         a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
         a, b = to_bf16(a), to_bf16(b)
     else:
@@ -161,16 +163,16 @@ def _pairs(code_ptr, byte_ptr, word_ptr, row, first, FORM: tl.constexpr, WIDE: t
         scale = tl.load(byte_ptr + row * NBYTES + SCALES_AT + group, real & (group < SCALES), other=0)
         scale = scale_value(scale, KIND)
         if KIND == "fp4_16":
-            byte = tl.load(code_ptr + row * NBYTES + pair, real & (pair < CODED), other=0)
+            byte = tl.load(code_ptr + row * NBYTES + pair, coded, other=0)
             a, b = _e2m1_times(byte, scale, GROUP)
         else:
-            code = tl.load(code_ptr + row * (NBYTES // 2) + pair, real & (pair < CODED), other=0)
+            code = tl.load(code_ptr + row * (NBYTES // 2) + pair, coded, other=0)
             a, b = from_e4m3_pair(code.to(tl.uint16, bitcast=True))
             scale = _spread(scale, GROUP)
             a, b = a * scale, b * scale
             if CODED < WIDTH:
                 at = word_ptr + row * (NBYTES // 4) + pair - CODED // 2
-                tail = tl.load(at, real & (pair >= CODED) & (pair < WIDTH), other=0)
+                tail = tl.load(at, present & (pair >= CODED), other=0)
                 tail_a, tail_b = from_bf16_pair(tail.to(tl.uint32, bitcast=True))
                 a, b = tl.where(pair < CODED, a, tail_a), tl.where(pair < CODED, b, tail_b)
             a, b = to_bf16(a), to_bf16(b)
