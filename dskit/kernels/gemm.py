@@ -328,7 +328,7 @@ def _cannot(x: Tensor, weight: Tensor, scale: Tensor | None, block: tuple[int, i
         return f"scales are for blocks of {block[0]} x {block[1]}; 32, 64 and 128 are known"
     if weight.shape[0] // groups % block[0] and groups > 1:
         return f"a group's {weight.shape[0] // groups} weight rows are no whole blocks of {block[0]}"
-    return refuse(x, weight, scale, sm=89)  # e4m3 operands
+    return refuse(x, weight, scale, sm=90)  # e4m3 operands, and tiles that fill its shared memory
 
 
 @ops.implement("gemm.fp8", "triton", when=lambda x, x_scale, weight, scale, block, *rest:

@@ -19,11 +19,11 @@ CODED, LONG = {"coded": 1}, {"coded": 1, "block_k": 128}
 V4 = {"block_n": 128, "block_k": 128}
 EDGES = ({"rows": 0, "n": 32, "k": 64}, {"rows": 0, "n": 32, "k": 64} | CODED,
          {"rows": 1, "n": 64, "k": 128}, {"rows": 3, "n": 48, "k": 1056}, {"rows": 17, "n": 33, "k": 144},
-         {"rows": 1, "n": 32, "k": 1024} | CODED, {"rows": 67, "n": 130, "k": 160},
+         {"rows": 1, "n": 32, "k": 512} | CODED, {"rows": 67, "n": 130, "k": 64},
          {"rows": 5, "n": 40, "k": 72} | CODED, {"rows": 130, "n": 96, "k": 128} | CODED,
-         {"rows": 5, "n": 96, "k": 640} | CODED | V4, {"rows": 66, "n": 130, "k": 256} | V4,
+         {"rows": 5, "n": 40, "k": 520} | CODED | V4, {"rows": 66, "n": 130, "k": 256} | V4,
          {"rows": 9, "n": 64, "k": 160, "steady": 16}, {"rows": 9, "n": 64, "k": 192, "steady": 16} | CODED,
-         {"rows": 260, "n": 48, "k": 256} | LONG)
+         {"rows": 260, "n": 48, "k": 128} | LONG)
 ROWS = (1, 32, 128, 512, 4096)
 WIDTHS = ((1792, 5120), (32768, 1280), (5120, 8192), (4608, 5120), (5120, 2304), (25600, 6144))
 FROZEN = (*({"rows": rows, "n": n, "k": k} | CODED for n, k in WIDTHS for rows in ROWS),
