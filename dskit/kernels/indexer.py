@@ -73,13 +73,16 @@ WIDTH, NBYTES = 128, 68  # of an index key, in numbers and as stored
 
 PROGRAMS = 8 if not common.INTERPRET else 1  # per processor at least, where there is work for them
 
-# by rows per request, not yet measured: keys of a tile; columns, heads times rows, of a product; tiles of a
-# program at most
-CONFIGS = {1: {"KEYS": 128, "COLUMNS": 32, "TILES": 32, "num_warps": 4, "num_stages": 3},
-           2: {"KEYS": 64, "COLUMNS": 64, "TILES": 32, "num_warps": 4, "num_stages": 3},
-           1 << 62: {"KEYS": 64, "COLUMNS": 128, "TILES": 32, "num_warps": 4, "num_stages": 3}}
+
+def _tile(keys: int, columns: int, tiles: int, warps: int, stages: int) -> dict[str, int]:
+    return {"KEYS": keys, "COLUMNS": columns, "TILES": tiles, "num_warps": warps, "num_stages": stages}
+
+
+# by rows that score the same keys, not yet measured: keys of a tile; columns, heads times rows, of a product;
+# tiles of a program at most.  As a row of the table comes before its key, two stages are one tile in flight.
+CONFIGS = {1: _tile(128, 32, 32, 4, 5), 2: _tile(64, 64, 32, 4, 5), 1 << 62: _tile(64, 128, 32, 4, 5)}
 if common.INTERPRET:
-    CONFIGS = {1: CONFIGS[1] | {"TILES": 2}, 1 << 62: CONFIGS[2] | {"TILES": 2}}
+    CONFIGS = {1: _tile(128, 32, 2, 4, 3), 1 << 62: _tile(64, 64, 2, 4, 3)}
 
 # not yet measured: values that a program reads; entries of a tile that picks, per warp
 PEAKS = {"VALUES": 4096, "num_warps": 4}
@@ -87,16 +90,11 @@ PICK = {"LANES": 512}
 DIRECT = 16384 if not common.INTERPRET else 64  # values up to which a row is one tile
 LARGEST = 32768  # values of a tile
 
-
-def _tile(keys: int, columns: int, tiles: int, warps: int, stages: int) -> dict[str, int]:
-    return {"KEYS": keys, "COLUMNS": columns, "TILES": tiles, "num_warps": warps, "num_stages": stages}
-
-
 CANDIDATES = {
     "indexer.scores_cached": (
-        _tile(128, 32, 32, 4, 3), _tile(128, 32, 32, 4, 4), _tile(128, 32, 32, 4, 2), _tile(64, 32, 64, 4, 4),
-        _tile(128, 32, 32, 8, 3), _tile(256, 32, 16, 8, 3), _tile(128, 64, 32, 8, 3), _tile(64, 64, 64, 4, 3),
-        _tile(128, 128, 32, 8, 3), _tile(64, 128, 64, 4, 3), _tile(64, 128, 64, 8, 3)),
+        _tile(128, 32, 32, 4, 3), _tile(128, 32, 32, 4, 5), _tile(128, 32, 32, 4, 7), _tile(64, 32, 64, 4, 5),
+        _tile(128, 32, 32, 8, 5), _tile(256, 32, 16, 8, 5), _tile(128, 64, 32, 8, 5), _tile(64, 64, 64, 4, 5),
+        _tile(128, 128, 32, 8, 5), _tile(64, 128, 64, 4, 5), _tile(64, 128, 64, 8, 5)),
     "indexer.topk/peaks": tuple({"VALUES": values, "num_warps": warps} for values, warps in
                                 ((2048, 4), (4096, 4), (8192, 4), (8192, 8), (16384, 8))),
     "indexer.topk/pick": tuple({"LANES": lanes} for lanes in (256, 512, 1024, 2048)),
