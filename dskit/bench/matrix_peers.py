@@ -117,12 +117,13 @@ def _(o_TAH: Tensor, weight: Tensor, scale: Tensor | None, block: tuple[int, int
 @peer("indexer.scores_cached", "sgl-deep-gemm", "fp8_paged_mqa_logits",
       note="keys of 132 bytes in FP8, float32 scores, which end where a request does")
 def _(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor, packing: Any,
-      dtype: torch.dtype, row_tile: int | None = None, block_BQC: Tensor | None = None, size: int = 1) -> Call:
+      dtype: torch.dtype, row_tile: int | None = None, block_BQC: Tensor | None = None,
+      size: int = 1) -> Call:
     import deep_gemm
 
     (B, Q, X, Y), S, pages = q_BQXY.shape, table_BS.shape[1], len(pool) // PAGE
     if Q > 2 or Y != 128 or len(pool) % PAGE or block_BQC is not None:
-        raise ValueError("it takes one or two rows of a request, of 128 channels, and whole pages, all of them")
+        raise ValueError("it takes one or two rows of a request, of 128 channels, and all of whole pages")
     cache = torch.empty(pages, PAGE * (Y + 4), dtype=torch.uint8, device=pool.device)
     for some in torch.arange(pages).split(1 << 13):
         keys = pool[PAGE * int(some[0]): PAGE * (int(some[-1]) + 1)]
