@@ -45,6 +45,7 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 except ImportError as error:
     raise ImportError("the triton kernels need the package triton: pip install 'dskit-llm[triton]' "
                       "(Linux only)") from error
@@ -363,7 +364,8 @@ def over(x, scale):
     """x / scale, to nearest, of an e4m3 scale [groups, 1]; x finite.
 
     With few bits in the scale the remainder x - q scale is exact, and q + remainder / scale is never half-way
-    between two floats: three operations for what a division takes ten and a branch.
+    between two floats: three operations for what a division takes ten and a branch.  Only a negative zero
+    would lose its sign to the remainder, a positive one.
     """
     if INTERP:  # whose fma rounds twice
         quotient = tl.div_rn(x, scale.broadcast_to(x.shape))
@@ -371,6 +373,7 @@ def over(x, scale):
         back = tl.div_rn(1.0, scale).broadcast_to(x.shape)
         rough = x * back
         quotient = tl.fma(tl.fma(-rough, scale.broadcast_to(x.shape), x), back, rough)
+        quotient = tl.where(x == 0.0, x, quotient)
     return quotient
 
 
@@ -575,9 +578,12 @@ def unpack(byte):
 @triton.jit
 def log1p_exp(x):
     """softplus(x) = log(1 + exp(x)); x itself above 20, exp(x) far below."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e
-    small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    if INTERP:
+        e = tl.exp(tl.minimum(x, 20.0))
+        u = 1.0 + e
+        small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    else:  # a GPU's own exponential loses digits as x grows
+        small = libdevice.log1p(libdevice.exp(tl.minimum(x, 20.0)))
     return tl.where(x > 20.0, x, small)
 
 
