@@ -245,7 +245,7 @@ def _draw_pick_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_p
             tau, above = _search(found_ptr, mass_ptr, found, least, True, target, top, scale, 1, PIVOTS,
                                  LANES)
             one = tl.exp2((_value(tau) - top) * scale).to(tl.float64)
-            fit = tl.minimum(tl.ceil((target - above) / one), vocab.to(tl.float64)).to(tl.int32)
+            fit = tl.minimum(tl.ceil((target - above) / one), tl.cast(vocab, tl.float64)).to(tl.int32)
             room = tl.minimum(tl.where(tau == least, room, vocab), tl.maximum(fit, 1))
     floor = _floor(top, temperature, tl.load(min_p_ptr + row))
     room = tl.where(floor > tau, vocab, room)
