@@ -54,6 +54,7 @@ def _gate(shape: Shape, maker: Maker) -> tuple:
     T, N, D = shape["rows"], shape["streams"], shape["width"]
     dtype = torch.float32 if shape.get("exact") else torch.bfloat16
     X, kv = maker.normal(T, N, D, dtype=dtype), maker.normal(T, N + 1, D, dtype=dtype)
+    kv[:, :-1] += X * (0.2 * maker.integers(2, T, N, 1) - 0.1)  # fits of both signs: near 0 the root is steep
     gains = (maker.normal(N, D, dtype=torch.float32, scale=0.2) + 1 for _ in range(2))
     image = maker.integers(2, T) == 1 if shape.get("image") else None
     if shape.get("zero"):
