@@ -23,7 +23,10 @@ asked: list[tuple[int, ...]] = []  # shapes that the check of `doubled` was aske
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Two ops of a group that no layer has: `outer` calls `inner`, which has a faulty implementation."""
+    """Two ops of a group that no layer has: `outer` calls `inner`, which has a faulty implementation.
+
+    Their process has no GPU and interprets kernels, wherever the test runs.
+    """
     @ops.op("fake.inner")
     def inner(x):
         return x + 1
@@ -39,6 +42,7 @@ def fake(monkeypatch):
     asked.clear()
     monkeypatch.setattr(ops, "_rules", [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ops, "interpreting", lambda: True)
     monkeypatch.delenv("DSKIT_USE", raising=False)
     ops._apply(ops._ops.values())
     yield outer
