@@ -1,7 +1,7 @@
 """Products with FP8 weights as they are stored: codes of e4m3 and one power of two per block.
 
-Tiling
-    fp8      [T, K] codes x [N, K] codes.  A step reads SPAN groups of K; the tensor core multiplies the codes
+Ways, of which a table measured on the GPU chooses by shape
+    codes    [T, K] codes x [N, K] codes.  A step reads SPAN groups of K; the tensor core multiplies the codes
              of one group, and one multiply-add per element of the tile adds its sum, scaled, to the total:
 
                  K   │ 32 │ 32 │ 32 │ 32 │            sum += 2^(row) 2^(block) (codes . codes)
@@ -10,8 +10,11 @@ Tiling
 
              A tile is kept as [T, blocks, rows of a block], so that a thread needs one product of scales per
              row and block, and no multiplication per element.
-    grouped  bfloat16 x FP8, y^T = w x^T: weights are widened in registers, exactly, with their scale, and are
-             the left operand, so that few rows of x waste nothing.
+    numbers  bfloat16 x FP8: weights are widened in registers, exactly, with their scale.  Turned,
+             y^T = w x^T, they are the left operand and stay there, so that few rows of x waste nothing;
+             otherwise a tile of them passes through shared memory.
+    restored weights are widened once into memory, and a library multiplies bfloat16: three times the bytes
+             of the weight, and no conversion between products.
     Few rows leave too few tiles to stream the weight at full speed: K is cut into parts, which a second
     kernel adds in order, so that a result has the same bits every time.
 
@@ -19,8 +22,9 @@ Shapes
     x [T, K], or [T, groups * K]; weight [N, K], scale [ceil(N / rows), ceil(K / cols)]; y [T, N].
 
 Units
-    Bytes: N K weights, once for every tile of T.  2 T N K operations, and T N K / 32 multiply-adds beside the
-    tensor core: as many cycles as its own, spent by other warps meanwhile.
+    Bytes: N K weights, once for every tile of T; restored, 3 N K for the scratch and 2 N K for the product.
+    2 T N K operations; by codes T N K / 32 multiply-adds beside the tensor core, as many cycles as its own at
+    FP8's speed, so that bfloat16 at half of it is as fast where nothing hides them.
 
 Errors
     ValueError names an argument that does not fit.
@@ -57,45 +61,49 @@ from dskit.kernels.common import (
 )
 
 
-def _fp8(block_t: int, block_n: int, fill: int, num_warps: int, num_stages: int, tall: int = 1,
-         tma: int = 0) -> dict[str, int]:
-    return {"block_t": block_t, "block_n": block_n, "fill": fill, "num_warps": num_warps,
-            "num_stages": num_stages, "tall": tall, "tma": tma}
+def _way(way: str, block_t: int, block_n: int, block_k: int, fill: int, num_warps: int, num_stages: int,
+         tall: int = 1, tma: int = 0, turned: int = 1) -> dict[str, int | str]:
+    return {"way": way, "block_t": block_t, "block_n": block_n, "block_k": block_k, "fill": fill,
+            "tall": tall, "tma": tma, "turned": turned, "num_warps": num_warps, "num_stages": num_stages}
 
 
-def _wide(block_t: int, block_n: int, block_k: int, fill: int, num_warps: int, num_stages: int
-          ) -> dict[str, int]:
-    return {"block_t": block_t, "block_n": block_n, "block_k": block_k, "fill": fill,
-            "num_warps": num_warps, "num_stages": num_stages}
+def _codes(block_t: int, block_n: int, fill: int, num_warps: int, num_stages: int, tall: int = 1,
+           tma: int = 0) -> dict[str, int | str]:
+    return _way("codes", block_t, block_n, 0, fill, num_warps, num_stages, tall, tma)
 
 
-# rows up to -> tile, and programs that a multiprocessor should get (K is cut for it); not yet measured
-FP8 = {64: _fp8(64, 64, 3, 4, 4), 256: _fp8(64, 128, 2, 4, 4), 1 << 62: _fp8(128, 128, 1, 8, 4)}
-SPANS = FP8 | {1 << 62: _fp8(128, 128, 1, 8, 4, tall=2)}  # a scale for 128 channels: fewer sums are under way
-WIDE = {16: _wide(16, 64, 128, 4, 4, 4), 64: _wide(64, 64, 128, 3, 4, 3),
-        256: _wide(128, 128, 64, 1, 8, 4), 1 << 62: _wide(256, 128, 64, 1, 8, 3)}
+def _numbers(block_t: int, block_n: int, block_k: int, fill: int, num_warps: int, num_stages: int,
+             turned: int = 1) -> dict[str, int | str]:
+    return _way("numbers", block_t, block_n, block_k, fill, num_warps, num_stages, turned=turned)
+
+
+# rows up to -> a way, its tile, and programs that a multiprocessor should get (K is cut for it)
+RESTORED = _way("restored", 0, 32, 256, 0, 4, 1)
+PROJECT = {16: _numbers(16, 64, 128, 4, 4, 4), 64: _numbers(64, 64, 128, 3, 4, 3),
+           256: _numbers(128, 128, 64, 1, 8, 4), 1 << 62: RESTORED}
+PLAIN = PROJECT | {256: _codes(64, 128, 2, 4, 4)}
+CODED = {64: _codes(64, 64, 3, 4, 4), 256: _codes(64, 128, 2, 4, 4), 1 << 62: RESTORED}
+SPANS = {1 << 62: _codes(128, 128, 1, 8, 4, tall=2)}  # a scale for 128 channels: fewer sums are under way
+TURNS = (_numbers(16, 64, 128, 4, 4, 4), _numbers(16, 64, 128, 2, 4, 6), _numbers(16, 128, 128, 2, 4, 4),
+         _numbers(32, 64, 128, 3, 4, 4), _numbers(64, 64, 128, 3, 4, 3), _numbers(64, 64, 64, 4, 4, 5),
+         _numbers(64, 128, 64, 2, 8, 4), _numbers(64, 128, 128, 1, 4, 4), _numbers(128, 64, 128, 2, 4, 3),
+         _numbers(128, 64, 64, 2, 4, 4), _numbers(128, 128, 64, 1, 8, 4))
+WIDE = (RESTORED, _numbers(256, 128, 64, 1, 8, 3), _numbers(128, 128, 64, 2, 4, 3),
+        _numbers(128, 128, 64, 1, 4, 3, turned=0), _numbers(128, 256, 64, 1, 8, 3, turned=0),
+        _numbers(256, 128, 64, 1, 8, 3, turned=0), _numbers(128, 128, 64, 1, 8, 4, turned=0))
 CANDIDATES = {
-    "gemm.fp8/few": (_fp8(64, 64, 3, 4, 4), _fp8(64, 64, 2, 4, 6), _fp8(64, 64, 1, 4, 6),
-                     _fp8(64, 128, 2, 4, 4), _fp8(64, 128, 1, 4, 4), _fp8(64, 128, 2, 4, 4, 1, 1),
-                     _fp8(64, 64, 3, 4, 4, 1, 1), _fp8(128, 64, 2, 8, 4), _fp8(64, 32, 4, 4, 5),
-                     _fp8(128, 128, 1, 8, 4)),
-    "gemm.fp8/many": (_fp8(128, 128, 1, 8, 4), _fp8(128, 128, 1, 8, 3), _fp8(128, 128, 1, 8, 4, 1, 1),
-                      _fp8(64, 128, 1, 4, 3), _fp8(64, 128, 1, 4, 4, 1, 1), _fp8(128, 64, 1, 8, 4, 2),
-                      _fp8(128, 128, 1, 8, 4, 2), _fp8(128, 64, 1, 4, 4), _fp8(128, 64, 1, 8, 4),
-                      _fp8(64, 64, 1, 4, 4)),
-    "gemm.fp8/spans": (_fp8(128, 128, 1, 8, 4, 2), _fp8(128, 128, 1, 8, 3, 2), _fp8(128, 128, 1, 8, 4, 2, 1),
-                       _fp8(128, 128, 1, 8, 4), _fp8(128, 128, 1, 8, 4, 1, 1), _fp8(64, 128, 1, 4, 4, 2),
-                       _fp8(64, 128, 1, 4, 3), _fp8(64, 128, 1, 4, 4, 1, 1), _fp8(128, 64, 1, 8, 4, 2, 1),
-                       _fp8(64, 256, 1, 4, 3), _fp8(128, 256, 1, 8, 3)),
-    "gemm.wide/few": (_wide(16, 64, 128, 4, 4, 4), _wide(16, 64, 128, 2, 4, 6), _wide(16, 128, 128, 2, 4, 4),
-                      _wide(32, 64, 128, 3, 4, 4), _wide(64, 64, 128, 3, 4, 3), _wide(64, 128, 64, 2, 8, 4),
-                      _wide(64, 128, 128, 1, 4, 4), _wide(128, 64, 128, 1, 4, 3),
-                      _wide(128, 128, 64, 1, 8, 4)),
-    "gemm.wide/many": (_wide(256, 128, 64, 1, 8, 3), _wide(128, 128, 64, 1, 8, 4),
-                       _wide(128, 128, 64, 1, 4, 3), _wide(256, 64, 64, 1, 4, 4),
-                       _wide(128, 128, 128, 1, 8, 3), _wide(256, 128, 128, 1, 8, 2))}
+    "gemm.fp8/few": (*TURNS, _codes(64, 64, 3, 4, 4), _codes(64, 64, 1, 4, 6), _codes(64, 128, 2, 4, 4),
+                     _codes(64, 128, 1, 4, 4), _codes(128, 64, 1, 4, 4), _codes(128, 64, 1, 8, 4),
+                     _codes(128, 64, 2, 8, 4), _codes(64, 32, 4, 4, 5), _codes(128, 128, 1, 8, 4)),
+    "gemm.fp8/many": (*WIDE, _codes(128, 128, 1, 8, 4), _codes(128, 128, 1, 8, 4, 1, 1),
+                      _codes(64, 128, 1, 4, 3), _codes(128, 64, 1, 8, 4, 2), _codes(128, 128, 1, 8, 4, 2)),
+    "gemm.fp8/spans": (_codes(128, 128, 1, 8, 4, 2), _codes(128, 128, 1, 8, 3, 2),
+                       _codes(128, 128, 1, 8, 4, 2, 1), _codes(128, 128, 1, 8, 4),
+                       _codes(128, 128, 1, 8, 4, 1, 1), _codes(64, 128, 1, 4, 3),
+                       _codes(64, 128, 1, 4, 4, 1, 1), _codes(128, 64, 1, 8, 4, 2, 1),
+                       _codes(64, 256, 1, 4, 3), RESTORED),
+    "gemm.project/few": TURNS, "gemm.project/many": WIDE}
 MANY = 256  # rows beyond which a product is bound by arithmetic
-FEW = 64  # rows of numbers up to which they are multiplied as such, not rounded to codes first
 BAND = tl.constexpr(8)  # tiles of rows that are walked side by side, so that weights stay in the L2
 PIECE = 1024  # elements whose parts one program adds
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # scales read at once -> the word that holds them
@@ -134,7 +142,7 @@ def _group(ptr, desc, at, first, k, K, TMA: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, w):
+def _product(x, w):
     """Sums of products of codes, [rows, weight rows]."""
     return dot(x, tl.trans(w), tl.zeros((x.shape[0], w.shape[0]), tl.float32))
 
@@ -175,17 +183,23 @@ def _gemm_fp8_kernel(x_ptr, x_desc, xs_ptr, w_ptr, w_desc, ws_ptr, y_ptr, T, N, 
         x2_at, xs2_at = x_ptr + row.to(tl.int64)[:, None] * stride_x + k, row * stride_xs
         acc2 = tl.zeros((BLOCK_T, BLOCKS, BLOCK_N // BLOCKS), tl.float32)
     start = tl.program_id(1) * steps
-    for step in range(start, tl.minimum(start + steps, tl.cdiv(K, GROUP * SPAN))):
-        xs, ws = tl.load(xs_ptr + xs_at + step), tl.load(ws_ptr + ws_at + step)
+    last = tl.cdiv(K, GROUP * SPAN) - 1
+    xs_next, ws_next = tl.load(xs_ptr + xs_at + start), tl.load(ws_ptr + ws_at + start)
+    if TALL == 2:
+        xs2_next = tl.load(xs_ptr + xs2_at + start)
+    for step in range(start, tl.minimum(start + steps, last + 1)):
+        xs, ws, after = xs_next, ws_next, tl.minimum(step + 1, last)  # scales are asked for a step ahead
+        xs_next, ws_next = tl.load(xs_ptr + xs_at + after), tl.load(ws_ptr + ws_at + after)
         if TALL == 2:
-            xs2 = tl.load(xs_ptr + xs2_at + step)
+            xs2 = xs2_next
+            xs2_next = tl.load(xs_ptr + xs2_at + after)
         for j in tl.static_range(SPAN):
             first = (step * SPAN + j) * GROUP
             w = _group(w_at, w_desc, at_n, first, k, K, TMA, EVEN)
-            acc = _add(acc, _codes(_group(x_at, x_desc, at_t, first, k, K, TMA, EVEN), w), xs, ws, j)
+            acc = _add(acc, _product(_group(x_at, x_desc, at_t, first, k, K, TMA, EVEN), w), xs, ws, j)
             if TALL == 2:
                 x2 = _group(x2_at, x_desc, at_t + BLOCK_T, first, k, K, TMA, EVEN)
-                acc2 = _add(acc2, _codes(x2, w), xs2, ws, j)
+                acc2 = _add(acc2, _product(x2, w), xs2, ws, j)
     y_ptr += tl.program_id(1).to(tl.int64) * T * N
     _put(y_ptr, acc, t, n, T, N)
     if TALL == 2:
@@ -193,10 +207,10 @@ def _gemm_fp8_kernel(x_ptr, x_desc, xs_ptr, w_ptr, w_desc, ws_ptr, y_ptr, T, N, 
 
 
 @triton.jit
-def _gemm_wide_kernel(x_ptr, w_ptr, ws_ptr, y_ptr, T, N, K, stride_x, stride_w, stride_ws, steps, tiles_t,
-                      tiles_n, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                      ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """A tile of y^T of one group of columns of x, or of one part of K of it; w has N rows for each group."""
+def _gemm_numbers_kernel(x_ptr, w_ptr, ws_ptr, y_ptr, T, N, K, stride_x, stride_w, stride_ws, steps, tiles_t,
+                         tiles_n, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                         ROWS: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of y of one group of columns of x, or of one part of K of it; w has N rows for each group."""
     tile_t, tile_n = _tile(tiles_t, tiles_n)
     part, group = tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = max(1, BLOCK_N // ROWS)
@@ -209,7 +223,7 @@ def _gemm_wide_kernel(x_ptr, w_ptr, ws_ptr, y_ptr, T, N, K, stride_x, stride_w, 
     w_at = w_ptr + (group * N + tl.minimum(n, N - 1)).to(tl.int64)[:, None] * stride_w + k
     ws_at = ws_ptr + block[:, None] * stride_ws
     beyond = tl.cdiv(K, COLS) - 1
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_T) if TURNED else (BLOCK_T, BLOCK_N), tl.float32)
     ahead = tl.load(ws_at + tl.minimum(part * steps * BLOCK_K // COLS + span, beyond))
     for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, BLOCK_K))):
         first, scale = step * BLOCK_K, from_e8m0(ahead)
@@ -220,12 +234,28 @@ def _gemm_wide_kernel(x_ptr, w_ptr, ws_ptr, y_ptr, T, N, K, stride_x, stride_w, 
             x = tl.load(x_at + first, mask=first + k < K, other=0.0)
             w = ld(w_at + first, mask=first + k < K)
         w = w.reshape(BLOCKS, BLOCK_N // BLOCKS, SPANS, BLOCK_K // SPANS) * scale[:, None, :, None]
-        acc = dot(to_bf16(w.reshape(BLOCK_N, BLOCK_K)), tl.trans(x), acc)
+        w = to_bf16(w.reshape(BLOCK_N, BLOCK_K))
+        acc = dot(w, tl.trans(x), acc) if TURNED else dot(x, tl.trans(w), acc)
     wide = tl.num_programs(2) * N
     y_ptr += part.to(tl.int64) * T * wide + group * N
     y_at = y_ptr + t.to(tl.int64)[:, None] * wide + n[None, :]
-    y = narrow(tl.trans(acc), y_ptr.dtype.element_ty)
+    y = narrow(tl.trans(acc) if TURNED else acc, y_ptr.dtype.element_ty)
     tl.store(y_at, y, mask=(t[:, None] < T) & (n[None, :] < N))
+
+
+@triton.jit
+def _gemm_restore_kernel(w_ptr, ws_ptr, out_ptr, N, K, stride_w, stride_ws, BLOCK_N: tl.constexpr,
+                         BLOCK_K: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr):
+    """A tile of weights as numbers; its rows share their scales."""
+    SPANS: tl.constexpr = max(1, BLOCK_K // COLS)
+    first_n, first_k = tl.program_id(1) * BLOCK_N, tl.program_id(0) * BLOCK_K
+    n, k = first_n + tl.arange(0, BLOCK_N)[:, None], first_k + tl.arange(0, BLOCK_K)[None, :]
+    span = first_k // COLS + tl.arange(0, SPANS)
+    scale = from_e8m0(tl.load(ws_ptr + first_n // ROWS * stride_ws + span, mask=span * COLS < K, other=0))
+    inside = (n < N) & (k < K)
+    w = ld(w_ptr + n.to(tl.int64) * stride_w + k, mask=inside)
+    w = w.reshape(BLOCK_N, SPANS, BLOCK_K // SPANS) * scale[None, :, None]
+    tl.store(out_ptr + n.to(tl.int64) * K + k, to_bf16(w.reshape(BLOCK_N, BLOCK_K)), mask=inside)
 
 
 @triton.jit
@@ -240,10 +270,11 @@ def _gemm_sum_kernel(part_ptr, y_ptr, size, PARTS: tl.constexpr, PIECE: tl.const
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _config(name: str, table: dict, row_tile: int | None, rows: int, *widths: int) -> dict[str, int]:
-    """Tiles for so many rows; with `row_tile` they must not depend on what was measured."""
-    default = up_to(table, row_tile or rows)
-    return default if row_tile else tuned(f"gemm.{name}", (rows, *widths), default)
+def _config(name: str, table: dict, rows: int, row_tile: int | None, *widths: int) -> dict:
+    """The way and its tile for so many rows; with `row_tile` neither depends on the rows or on the GPU."""
+    if row_tile:
+        return up_to(table, min(row_tile, MANY))
+    return tuned(name, (rows, *widths), up_to(table, rows))
 
 
 def _cut(tiles: int, steps: int, fill: int, like: Tensor) -> tuple[int, int]:
@@ -265,12 +296,10 @@ def _summed(parts: int, shape: tuple[int, int], dtype: torch.dtype, launch, like
     return y
 
 
-def _coded(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int],
-           dtype: torch.dtype, row_tile: int | None) -> Tensor:
+def _by_codes(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int],
+              dtype: torch.dtype, config: dict, row_tile: int | None) -> Tensor:
     """x [T, K] e4m3 codes and their scales."""
     (T, K), N, group = x.shape, weight.shape[0], block[1]
-    table, many = (FP8, "many") if group < 128 else (SPANS, "spans")
-    config = _config(f"fp8/{many if T > MANY else 'few'}", table, row_tile, T, N, K, group)
     bt, bn, tall = config["block_t"], config["block_n"], config["tall"]
     span = next(n for n in (4, 2, 1) if n * group <= max(128, group) and K % (n * group) == 0 or n == 1)
     even = K % (span * group) == 0
@@ -294,23 +323,48 @@ def _descriptor(codes: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(codes, codes.shape, codes.stride(), [rows, cols])
 
 
-def _widened(x: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], groups: int,
-             dtype: torch.dtype, row_tile: int | None) -> Tensor:
+def _by_numbers(x: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], groups: int,
+                dtype: torch.dtype, config: dict, row_tile: int | None) -> Tensor:
     """x [T, groups * K] of bfloat16."""
+    if config["way"] == "restored":
+        return _by_library(x, _in_memory(weight, scale, block, config), groups, dtype)
     (T, K), N = (x.shape[0], x.shape[1] // groups), weight.shape[0] // groups
-    config = _config(f"wide/{'many' if T > MANY else 'few'}", WIDE, row_tile, T, N, K, groups)
     bt, bn, bk = config["block_t"], config["block_n"], config["block_k"]
     tiles = cdiv(T, bt), cdiv(N, bn)
     parts, steps = _cut(cdiv(row_tile or T, bt) * tiles[1] * groups, cdiv(K, bk), config["fill"], x)
     scale = scale.view(torch.uint8)
 
     def launch(y: Tensor) -> None:
-        _gemm_wide_kernel[(tiles[0] * tiles[1], parts, groups)](
+        _gemm_numbers_kernel[(tiles[0] * tiles[1], parts, groups)](
             x, weight, scale, y, T, N, K, x.stride(0), weight.stride(0), scale.stride(0), steps, *tiles,
-            BLOCK_T=bt, BLOCK_N=bn, BLOCK_K=bk, ROWS=block[0], COLS=block[1], EVEN=K % bk == 0,
-            num_warps=config["num_warps"], num_stages=config["num_stages"])
+            BLOCK_T=bt, BLOCK_N=bn, BLOCK_K=bk, ROWS=block[0], COLS=block[1], TURNED=bool(config["turned"]),
+            EVEN=K % bk == 0, num_warps=config["num_warps"], num_stages=config["num_stages"])
 
     return _summed(parts, (T, groups * N), dtype, launch, x)
+
+
+def _in_memory(weight: Tensor, scale: Tensor, block: tuple[int, int], config: dict) -> Tensor:
+    """The weight as bfloat16, exactly."""
+    (N, K), bn, bk = weight.shape, min(config["block_n"], block[0]), config["block_k"]
+    wide = torch.empty(N, K, dtype=torch.bfloat16, device=weight.device)
+    _gemm_restore_kernel[(cdiv(K, bk), cdiv(N, bn))](
+        weight, scale.view(torch.uint8), wide, N, K, weight.stride(0), scale.stride(0), BLOCK_N=bn,
+        BLOCK_K=bk, COLS=block[1], ROWS=block[0], num_warps=config["num_warps"])
+    return wide
+
+
+def _by_library(x: Tensor, weight: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """x [T, groups * K] times weight [groups * N, K], both bfloat16, summed in float32."""
+    if not x.is_cuda:  # interpreted
+        x, weight = x.float(), weight.float()
+    elif dtype == torch.float32 and groups == 1:
+        return torch.mm(x, weight.T, out_dtype=dtype)
+    if groups == 1:
+        return torch.mm(x, weight.T).to(dtype)
+    y = torch.empty(x.shape[0], groups, weight.shape[0] // groups, dtype=x.dtype, device=x.device)
+    torch.bmm(x.unflatten(1, (groups, -1)).transpose(0, 1), weight.unflatten(0, (groups, -1)).transpose(1, 2),
+              out=y.transpose(0, 1))
+    return y.flatten(1).to(dtype)
 
 
 # ---- the ops -----------------------------------------------------------------------------------------------
@@ -337,23 +391,32 @@ def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block:
         dtype: torch.dtype, held: torch.dtype, row_tile: int | None = None) -> Tensor:
     """x [..., K], rounded: numbers, or codes with their scales, times weight [N, K] -> [..., N] of `dtype`.
 
-    Few numbers are multiplied as they are; many are turned into codes, which loses nothing.
+    Either becomes the other, which loses nothing, where that way is the faster.
     """
-    K = weight.shape[1]
+    N, K = weight.shape
     require(x.shape[-1] == K, "x", f"has {x.shape[-1]} channels, the weight {K}")
-    lines, weight = rows_of(x), rows_of(weight)
-    if not lines.shape[0]:
-        y = torch.empty(0, weight.shape[0], dtype=dtype, device=x.device)
-    elif x_scale is None and (row_tile or lines.shape[0]) <= FEW:
-        y = _widened(lines, weight, scale, block, 1, dtype, row_tile)
-    else:
-        if x_scale is None:
-            lines, x_scale = ops.find("linear.encode").implementation("triton").function(
-                lines, f"fp8_{block[1]}")
-        x_scale = x_scale.reshape(lines.shape[0], -1)
+    x, weight, lead, fmt = rows_of(x), rows_of(weight), x.shape[:-1], f"fp8_{block[1]}"
+    if x_scale is not None:
+        x_scale = rows_of(x_scale)
         require(x_scale.shape[1] == cdiv(K, block[1]), "x_scale", f"must have {cdiv(K, block[1])} columns")
-        y = _coded(lines.view(torch.float8_e4m3fn), x_scale, weight, scale, block, dtype, row_tile)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    if not x.shape[0]:
+        return torch.empty(*lead, N, dtype=dtype, device=x.device)
+    T, coded, wide = x.shape[0], x_scale is not None, block[1] >= 128
+    table = (CODED if coded else PLAIN) | (SPANS if wide else {})
+    part = "few" if T <= MANY else "spans" if wide else "many"
+    config = _config(f"gemm.fp8/{part}", table, T, row_tile, N, K, block[1], int(coded))
+    if config["way"] == "codes":
+        codes, x_scale = (x, x_scale) if coded else _compiled("linear.encode")(x, fmt)
+        y = _by_codes(codes.view(torch.float8_e4m3fn), x_scale, weight, scale, block, dtype, config, row_tile)
+    else:
+        x = _compiled("linear.decode")(x, x_scale, fmt, torch.bfloat16) if coded else x
+        y = _by_numbers(x, weight, scale, block, 1, dtype, config, row_tile)
+    return y.view(*lead, N)
+
+
+def _compiled(op: str):
+    """The kernel of another op."""
+    return ops.find(op).implementation("triton").function
 
 
 @ops.implement("gemm.project", "triton", when=lambda o_TAH, weight, scale, block, groups, *rest:
@@ -366,4 +429,7 @@ def project(o_TAH: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int]
             f"has {x.shape[1]} values a row; {groups} groups of {weight.shape[1]} are expected")
     if not x.shape[0]:
         return torch.empty(0, weight.shape[0], dtype=dtype, device=x.device)
-    return _widened(x, weight, scale, block, groups, dtype, row_tile)
+    T, N, K = x.shape[0], weight.shape[0] // groups, weight.shape[1]
+    part = "few" if T <= MANY else "many"
+    config = _config(f"gemm.project/{part}", PROJECT, T, row_tile, N, K, groups)
+    return _by_numbers(x, weight, scale, block, groups, dtype, config, row_tile)

@@ -23,7 +23,8 @@ EDGES = ({"rows": 0, "n": 32, "k": 64}, {"rows": 0, "n": 32, "k": 64} | CODED,
          {"rows": 5, "n": 40, "k": 72} | CODED, {"rows": 130, "n": 96, "k": 128} | CODED,
          {"rows": 5, "n": 40, "k": 520} | CODED | V4, {"rows": 66, "n": 130, "k": 256} | V4,
          {"rows": 9, "n": 64, "k": 160, "steady": 16}, {"rows": 9, "n": 64, "k": 192, "steady": 16} | CODED,
-         {"rows": 260, "n": 48, "k": 128} | LONG)
+         {"rows": 260, "n": 48, "k": 128} | LONG, {"rows": 260, "n": 40, "k": 144},
+         {"rows": 260, "n": 33, "k": 64} | CODED)
 ROWS = (1, 32, 128, 512, 4096)
 WIDTHS = ((1792, 5120), (32768, 1280), (5120, 8192), (4608, 5120), (5120, 2304), (25600, 6144))
 FROZEN = (*({"rows": rows, "n": n, "k": k} | CODED for n, k in WIDTHS for rows in ROWS),
@@ -32,7 +33,8 @@ FROZEN = (*({"rows": rows, "n": n, "k": k} | CODED for n, k in WIDTHS for rows i
          *({"rows": rows, "n": 5120, "k": 8192} | CODED | V4 for rows in (128, 4096)))
 GROUPED_EDGES = ({"rows": 0, "n": 32, "k": 64, "groups": 2}, {"rows": 1, "n": 64, "k": 544, "groups": 2},
                  {"rows": 19, "n": 32, "k": 96, "groups": 3}, {"rows": 70, "n": 160, "k": 64, "groups": 1},
-                 {"rows": 4, "n": 128, "k": 256, "groups": 2} | V4)
+                 {"rows": 4, "n": 128, "k": 256, "groups": 2} | V4,
+                 {"rows": 260, "n": 32, "k": 96, "groups": 2})
 GROUPED = tuple({"rows": rows, "n": 1024, "k": 4096, "groups": 8} for rows in ROWS)
 
 
