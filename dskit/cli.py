@@ -121,6 +121,17 @@ def bench_engine(argv: list[str]) -> int:
     return engine.main(args, shlex.join(["dskit", "bench", "engine", *argv]))
 
 
+def bench_spec(argv: list[str]) -> int:
+    """How many tokens a round with the draft gives, and what that is worth in tokens per second."""
+    from dskit.flags import SpecArgs
+
+    args = parse(SpecArgs, "bench spec", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import spec
+
+    return spec.main(args, shlex.join(["dskit", "bench", "spec", *argv]))
+
+
 def bench_compare(argv: list[str]) -> int:
     """Which kernels became faster or slower between two files of records."""
     from dskit.flags import CompareArgs
@@ -206,9 +217,10 @@ BENCHES: dict[str, Callable[[list[str]], int]] = {
     "kernels": bench_kernels,
     "tune": bench_tune,
     "engine": bench_engine,
+    "spec": bench_spec,
     "compare": bench_compare,
 }
-LATER_BENCHES = ("throughput", "prefill", "decode", "serve", "spec", "startup")
+LATER_BENCHES = ("throughput", "prefill", "decode", "serve", "startup")
 
 
 # ---- flags of other engines ----------------------------------------------------------------------

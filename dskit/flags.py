@@ -60,6 +60,11 @@ class ServeArgs(ModelArgs):
     """Go on behind it from a copy of the state; --no-exact-prefix rebuilds windows, an approximation."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it; slower."""
+    speculate: Literal["off", "static", "scheduled"] | None = None
+    """Let the draft guess ahead and verify every guess, or those that pay; by default what pays, where there
+    is a draft."""
+    accept: Literal["coupled", "rejection"] = "coupled"
+    """Which guesses hold: coupled ones leave the text of a seed as it is, rejection takes more of them."""
     ui: bool = True
     """Put the chat page at /ui."""
 
@@ -100,6 +105,24 @@ class LatencyArgs(ModelArgs):
     """Measure one stream a second time with compiled ops, their compile time apart."""
     peer: bool = True
     """Measure transformers on a V4 model of the same widths in the same run."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecArgs(ModelArgs):
+    """Measure a draft: tokens per round by skill, calibration, and tokens per second with and without it."""
+
+    prompts: Annotated[int, arg(metavar="N")] = 20
+    """Prompts of each skill, and as many more to calibrate on."""
+    temperature: Annotated[float, arg(metavar="FLOAT")] = 0.0
+    """0 always takes the likeliest token."""
+    requests: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 8, 32)
+    """Requests served at a time."""
+    save: bool = False
+    """Put the fitted temperatures beside the checkpoint and the cost of rows where this machine keeps it."""
+    json: bool = False
+    """Print one JSON document instead of tables."""
     result_dir: Folder = None
     """Write run.json and bench.json into a new folder in here, for example profiles."""
 

@@ -57,7 +57,8 @@ class EngineConfig:
     """Snapshots kept for exact prefixes; None: four per sequence."""
     speculate: str | None = None
     """Let a draft guess ahead: "off", "static" (verify every guess), "scheduled" (those worth a row, by the
-    draft's confidence and `step_cost`; without one every guess); None: static where the model has a draft."""
+    draft's confidence and `step_cost`; without one every guess); None: scheduled where the model has a
+    draft."""
     accept: str = "coupled"
     """Which guesses hold: "coupled" (those that would be drawn without a draft: the same tokens for the same
     seed), "rejection" (more of them; the text follows the model's law, but depends on how guesses fell)."""
@@ -103,7 +104,7 @@ class EngineConfig:
             replay_tokens=cfg.replay_tokens or window,
             sliding_window=window,
             num_snapshots=(cfg.num_snapshots or 4 * cfg.max_num_seqs) if exact else 0,
-            speculate=cfg.speculate or ("static" if model.num_nextn_predict_layers else "off"),
+            speculate=cfg.speculate or ("scheduled" if model.num_nextn_predict_layers else "off"),
         )
         cfg._check(model, ratios)
         return cfg

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from dskit import chat, checkpoint, ops
-from dskit.config import PRESETS, ModelConfig
+from dskit.config import PRESETS
+from dskit.engine import spec
 from dskit.engine.config import EngineConfig
 from dskit.engine.loop import Engine, Handle
 from dskit.engine.pools import Blocks, Slots
@@ -100,7 +101,7 @@ class LLM:
             )
         self.model, self.config, self.device = model, model.config, model.norm.weight.device
         self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
-        self.tokenizer = tokenizer or _tokenizer(self.name, model.config)
+        self.tokenizer = tokenizer or self._tokenizer()
         cfg = EngineConfig.of(
             model.config,
             max_model_len=max_model_len,
@@ -114,6 +115,8 @@ class LLM:
         )
         if cfg.overlap is None:
             cfg = replace(cfg, overlap=self.device.type == "cuda")
+        if cfg.drafts:
+            cfg = replace(cfg, **self._measured(cfg))
         runner = ModelRunner(
             model,
             num_blocks=cfg.num_blocks,
@@ -329,6 +332,31 @@ class LLM:
 
     # ---- inside ------------------------------------------------------------------------------------------
 
+    def _measured(self, cfg: EngineConfig) -> dict[str, Any]:
+        """What `dskit bench spec --save` has found out for this model and machine, as settings not given."""
+        found: dict[str, Any] = {}
+        calibration = None if self.drawn else checkpoint.locate(self.name) / spec.CALIBRATION
+        if calibration and cfg.draft_temperatures is None and calibration.is_file():
+            block = self.config.dspark_block_size
+            found["draft_temperatures"] = spec.Calibration.load(calibration, block).temperatures
+        cost = spec.cost_file(self.name, str(self.device))
+        if cfg.step_cost is None and cost.is_file():
+            found["step_cost"] = spec.StepCost.load(cost)
+        return found
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the model comes from no files: its weights are random, or it was given ready."""
+        known = self.name in PRESETS and self.name != "demo"
+        return self.name == "model" or self.name.startswith("slice") or known
+
+    def _tokenizer(self) -> chat.Tokenizer:
+        """The tokenizer of the files that the model came from; where they have none, one token per byte."""
+        folder = None if self.drawn else checkpoint.locate(self.name)
+        if folder is None or not (folder / "tokenizer.json").is_file():
+            return chat.Tokenizer.of_bytes(self.config)
+        return chat.Tokenizer(folder)
+
     def _events(self, handle: Handle) -> Iterator[TokenEvent]:
         try:
             yield from handle
@@ -357,12 +385,3 @@ class LLM:
             handle.cancel()
         if left:
             self.engine.settle()
-
-
-def _tokenizer(name: str, config: ModelConfig) -> chat.Tokenizer:
-    """The tokenizer of the files that a model came from; where they have none, one token per byte."""
-    drawn = name == "model" or name.startswith("slice") or (name in PRESETS and name != "demo")
-    folder = None if drawn else checkpoint.locate(name)
-    if folder is None or not (folder / "tokenizer.json").is_file():
-        return chat.Tokenizer.of_bytes(config)
-    return chat.Tokenizer(folder)

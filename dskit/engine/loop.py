@@ -47,6 +47,7 @@ from dskit.engine.seq import (
     Request,
     RequestError,
     Result,
+    RoundRecord,
     Sampled,
     SamplingParams,
     Sequence,
@@ -365,6 +366,10 @@ class Engine:
         """Reuse nothing that was computed until now: call it when kernels or weights have changed."""
         with self._turn:
             self.scheduler.tree.clear()
+
+    def rounds(self) -> list[RoundRecord]:
+        """The newest rounds with a draft, and how many of its guesses held."""
+        return list(self.scheduler.rounds)
 
     def trace(self) -> list[StepRecord]:
         """The newest steps and their times."""

@@ -152,7 +152,9 @@ class ModelRunner:
         """
         if copies:
             self._copy(copies)
-        with ops.step("decode" if all(w.stop - w.start <= self.rows_per_round for w in work) else "prefill"):
+        longest = self.rows_per_round
+        decodes = all(w.start >= w.prompt_len and w.stop - w.start <= longest for w in work)
+        with ops.step("decode" if decodes else "prefill"):
             return self.model(self.step(work), self.memory)
 
     @torch.inference_mode()

@@ -45,6 +45,7 @@ from dskit.engine.seq import (
     Chunk,
     Copies,
     Round,
+    RoundRecord,
     Sampled,
     Sequence,
     Status,
@@ -72,6 +73,7 @@ class Scheduler:
         self.ratio = FIRST_RATIO  # share of max_tokens that running sequences are expected to use
         self.decodes = 0  # decode steps since the last prefill step
         self.preemptions = 0
+        self.rounds: deque[RoundRecord] = deque(maxlen=1 << 16)  # the newest ones
 
     @property
     def free_blocks(self) -> int:
@@ -380,9 +382,10 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 break
         if chunk.drafts:
-            seq.rounds += 1
-            seq.drafted += len(chunk.drafts)
-            seq.accepted += min(len(events), len(round.sampled) - 1)
+            judged = len(chunk.drafts) if len(events) == len(round.sampled) else len(events)
+            held = min(len(events), len(round.sampled) - 1)
+            seq.rounds, seq.drafted, seq.accepted = seq.rounds + 1, seq.drafted + judged, seq.accepted + held
+            self.rounds.append(RoundRecord(seq.request_id, seq.proposal.confidence, judged, held))
         seq.proposal = round.proposal
         if chunk.origin is not None and seq.status is Status.RUNNING:
             self._copy_origin(chunk)

@@ -393,6 +393,17 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What became of one proposal: the logits of the confidence in its guesses, how many of them were judged,
+    and how many held."""
+
+    request_id: str
+    confidence: list[float]
+    judged: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """The token chosen for one row, or the reason why none could be.
 

@@ -21,14 +21,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import platformdirs
+
 NEGLIGIBLE = 1e-6
 GRID = tuple(10 ** (-1 + 2 * i / 40) for i in range(41))  # temperatures that calibration tries
 BINS = 15
+CALIBRATION = "dspark_calibration.json"  # beside a checkpoint
+
+
+def cost_file(model: str, device: str) -> Path:
+    """Where this machine keeps what steps of a model cost on one of its devices."""
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model} {device}").strip("-")
+    return platformdirs.user_cache_path("dskit") / "step-cost" / f"{words}.json"
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,17 @@ class StepCost:
         rising = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
         if not self.rows or len(self.rows) != len(self.time_ms) or not rising or min(self.time_ms) <= 0:
             raise ValueError("a step cost needs rising row counts, each with a time above 0; measure it with "
-                             "`dskit bench spec`")
+                             "`dskit bench spec --save`")
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepCost:
+        """Read it back."""
+        return cls(**{k: tuple(v) for k, v in json.loads(Path(path).read_text()).items()})
 
     def __call__(self, rows: int) -> float:
         """Milliseconds of a step of so many rows; beyond the table it goes on in proportion."""

@@ -143,6 +143,8 @@ def main(args: Any) -> int:
             numerics=args.numerics,
             seed=args.seed,
             batch_invariant=args.batch_invariant,
+            speculate=args.speculate,
+            accept=args.accept,
             queue_timeout=QUEUE_TIMEOUT_S,
             **{name: getattr(args, name) for name in names},
         ) as llm,

@@ -278,4 +278,5 @@ def test_settings_that_no_draft_can_serve():
                        ({"accept": "all"}, "choose rejection")):
         with pytest.raises(EngineConfigError, match=words):
             EngineConfig.of(plain, **bad)
-    assert EngineConfig.of(plain).speculate == "off" and EngineConfig.of(preset("tiny")).speculate == "static"
+    assert EngineConfig.of(plain).speculate == "off"
+    assert EngineConfig.of(preset("tiny")).speculate == "scheduled"
