@@ -282,36 +282,47 @@ def _store_sums(a, b, sum_ptr, at, head, pair, A: tl.constexpr, WIDTH: tl.conste
 @triton.jit
 def _mla_attend_cached_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_byte_ptr, window_word_ptr,
                                   read_ptr, entry_code_ptr, entry_byte_ptr, entry_word_ptr, chosen_ptr,
-                                  sink_ptr, out_ptr, plane_ptr, sum_ptr, stat_ptr, W, K, splits, per, scale,
+                                  sink_ptr, out_ptr, sum_ptr, stat_ptr, W, K, splits, per, scale,
                                   WINDOW: tl.constexpr, ENTRY: tl.constexpr, A: tl.constexpr,
                                   HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr,
                                   QUANTUM: tl.constexpr, WIDE: tl.constexpr, WINDOW_ENDS: tl.constexpr,
-                                  ENTRY_ENDS: tl.constexpr, BLOCK: tl.constexpr):
+                                  ENTRY_ENDS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     GROUPS: tl.constexpr = (A + HEADS - 1) // HEADS
-    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    part, program = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    group, program = program % GROUPS, program // GROUPS
     split, token = program % splits, (program // splits).to(tl.int64)
+    first, rest = part * WIDE, (1 - part) * WIDE
     head, pair = group * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDE)
-    qa, qb = _query(q_ptr, turn_ptr, plane_ptr, token, head, pair, A, WIDTH, TURNS)
+    qa, qb = _query(q_ptr, turn_ptr, token, head, first, A, WIDTH, TURNS, WIDE)
+    qc, qd = _query(q_ptr, turn_ptr, token, head, rest, A, WIDTH, TURNS, WIDE)
     top, total = tl.full([HEADS], FLOOR, tl.float32), tl.zeros([HEADS], tl.float32)
     a, b = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
+    c, d = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
     begin = split * per * BLOCK  # in tiles of the window, then of the entries
-    top, total, a, b = _attend(
-        qa, qb, top, total, a, b, window_code_ptr, window_byte_ptr, window_word_ptr, read_ptr + token * W,
-        begin, tl.minimum(begin + per * BLOCK, W), W, scale, WINDOW, WIDE, BLOCK, WINDOW_ENDS)
+    top, total, a, b, c, d = _attend(
+        qa, qb, qc, qd, top, total, a, b, c, d, window_code_ptr, window_byte_ptr, window_word_ptr,
+        read_ptr + token * W, begin, tl.minimum(begin + per * BLOCK, W), W, first, rest, scale, WINDOW, WIDE,
+        PARTS, BLOCK, WINDOW_ENDS)
     if chosen_ptr is not None:
         begin -= (W + BLOCK - 1) // BLOCK * BLOCK
-        top, total, a, b = _attend(
-            qa, qb, top, total, a, b, entry_code_ptr, entry_byte_ptr, entry_word_ptr, chosen_ptr + token * K,
-            tl.maximum(begin, 0), tl.minimum(begin + per * BLOCK, K), K, scale, ENTRY, WIDE, BLOCK,
-            ENTRY_ENDS)
+        top, total, a, b, c, d = _attend(
+            qa, qb, qc, qd, top, total, a, b, c, d, entry_code_ptr, entry_byte_ptr, entry_word_ptr,
+            chosen_ptr + token * K, tl.maximum(begin, 0), tl.minimum(begin + per * BLOCK, K), K, first, rest,
+            scale, ENTRY, WIDE, PARTS, BLOCK, ENTRY_ENDS)
     if sum_ptr is None:
-        _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A, WIDTH, TURNS, QUANTUM)
+        _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, first + pair, A, WIDTH, TURNS,
+                QUANTUM)
+        if PARTS == 1:
+            _finish(c, d, top, total, sink_ptr, turn_ptr, out_ptr, token, head, rest + pair, A, WIDTH, TURNS,
+                    QUANTUM)
     else:
         at = (token * splits + split) * A + head
         one = (head < A) & (part == 0)  # parts add scores in another order, and differ in the last bits
         tl.store(stat_ptr + 2 * at, top, one)
         tl.store(stat_ptr + 2 * at + 1, total, one)
-        _store_sums(a, b, sum_ptr, at, head, pair, A, WIDTH)
+        _store_sums(a, b, sum_ptr, at, head, first + pair, A, WIDTH)
+        if PARTS == 1:
+            _store_sums(c, d, sum_ptr, at, head, rest + pair, A, WIDTH)
 
 
 @triton.jit
