@@ -10,9 +10,8 @@ Ways, of which a table measured on the GPU chooses by shape
 
              A tile is kept as [T, blocks, rows of a block], so that a thread needs one product of scales per
              row and block, and no multiplication per element.
-    numbers  bfloat16 x FP8: weights are widened in registers, exactly, with their scale.  Turned,
-             y^T = w x^T, they are the left operand and stay there, so that few rows of x waste nothing;
-             otherwise a tile of them passes through shared memory.
+    numbers  bfloat16 x FP8: a tile of weights is widened, exactly, with its scales.
+             Either way may be turned, y^T = w x^T: the left operand has 64 rows at least, the right one 8.
     restored weights are widened once into memory, and a library multiplies bfloat16: three times the bytes
              of the weight, and no conversion between products.
     Few rows leave too few tiles to stream the weight at full speed: K is cut into parts, which a second
@@ -68,8 +67,8 @@ def _way(way: str, block_t: int, block_n: int, block_k: int, fill: int, num_warp
 
 
 def _codes(block_t: int, block_n: int, fill: int, num_warps: int, num_stages: int, tall: int = 1,
-           tma: int = 0) -> dict[str, int | str]:
-    return _way("codes", block_t, block_n, 0, fill, num_warps, num_stages, tall, tma)
+           tma: int = 0, turned: int = 0) -> dict[str, int | str]:
+    return _way("codes", block_t, block_n, 0, fill, num_warps, num_stages, tall, tma, turned)
 
 
 def _numbers(block_t: int, block_n: int, block_k: int, fill: int, num_warps: int, num_stages: int,
@@ -80,29 +79,32 @@ def _numbers(block_t: int, block_n: int, block_k: int, fill: int, num_warps: int
 # rows up to -> a way, its tile, and programs that a multiprocessor should get (K is cut for it)
 RESTORED = _way("restored", 0, 32, 256, 0, 4, 1)
 PROJECT = {16: _numbers(16, 64, 128, 4, 4, 4), 64: _numbers(64, 64, 128, 3, 4, 3),
-           256: _numbers(128, 128, 64, 1, 8, 4), 1 << 62: RESTORED}
+           256: _numbers(128, 128, 64, 1, 8, 5, turned=0), 1 << 62: RESTORED}
 PLAIN = PROJECT | {256: _codes(64, 128, 2, 4, 4)}
 CODED = {64: _codes(64, 64, 3, 4, 4), 256: _codes(64, 128, 2, 4, 4), 1 << 62: RESTORED}
 SPANS = {1 << 62: _codes(128, 128, 1, 8, 4, tall=2)}  # a scale for 128 channels: fewer sums are under way
-TURNS = (_numbers(16, 64, 128, 4, 4, 4), _numbers(16, 64, 128, 2, 4, 6), _numbers(16, 128, 128, 2, 4, 4),
-         _numbers(32, 64, 128, 3, 4, 4), _numbers(64, 64, 128, 3, 4, 3), _numbers(64, 64, 64, 4, 4, 5),
-         _numbers(64, 128, 64, 2, 8, 4), _numbers(64, 128, 128, 1, 4, 4), _numbers(128, 64, 128, 2, 4, 3),
-         _numbers(128, 64, 64, 2, 4, 4), _numbers(128, 128, 64, 1, 8, 4))
-WIDE = (RESTORED, _numbers(256, 128, 64, 1, 8, 3), _numbers(128, 128, 64, 2, 4, 3),
-        _numbers(128, 128, 64, 1, 4, 3, turned=0), _numbers(128, 256, 64, 1, 8, 3, turned=0),
-        _numbers(256, 128, 64, 1, 8, 3, turned=0), _numbers(128, 128, 64, 1, 8, 4, turned=0))
+FEW = (_numbers(16, 64, 128, 4, 4, 4), _numbers(16, 64, 128, 2, 4, 6), _numbers(32, 64, 128, 3, 4, 4),
+       _numbers(64, 64, 128, 3, 4, 3), _numbers(64, 64, 64, 4, 4, 5), _numbers(128, 128, 64, 1, 8, 4),
+       _numbers(64, 128, 64, 2, 4, 4, turned=0), _numbers(64, 256, 64, 1, 8, 5, turned=0),
+       _numbers(128, 64, 64, 2, 8, 4, turned=0), _numbers(128, 128, 64, 1, 8, 5, turned=0),
+       _numbers(128, 128, 64, 2, 8, 4, turned=0), _numbers(128, 128, 128, 1, 8, 3, turned=0),
+       _numbers(128, 256, 64, 1, 8, 4, turned=0))
+WIDE = (RESTORED, _numbers(256, 128, 64, 1, 8, 3), _numbers(128, 128, 64, 1, 4, 3, turned=0),
+        _numbers(128, 256, 64, 1, 8, 3, turned=0), _numbers(128, 128, 64, 1, 8, 4, turned=0))
 CANDIDATES = {
-    "gemm.fp8/few": (*TURNS, _codes(64, 64, 3, 4, 4), _codes(64, 64, 1, 4, 6), _codes(64, 128, 2, 4, 4),
-                     _codes(64, 128, 1, 4, 4), _codes(128, 64, 1, 4, 4), _codes(128, 64, 1, 8, 4),
-                     _codes(128, 64, 2, 8, 4), _codes(64, 32, 4, 4, 5), _codes(128, 128, 1, 8, 4)),
-    "gemm.fp8/many": (*WIDE, _codes(128, 128, 1, 8, 4), _codes(128, 128, 1, 8, 4, 1, 1),
-                      _codes(64, 128, 1, 4, 3), _codes(128, 64, 1, 8, 4, 2), _codes(128, 128, 1, 8, 4, 2)),
+    "gemm.fp8/few": (*FEW, _codes(16, 64, 4, 4, 5, turned=1), _codes(16, 128, 2, 4, 6, turned=1),
+                     _codes(32, 64, 4, 4, 5, turned=1), _codes(32, 128, 2, 4, 6, turned=1),
+                     _codes(64, 64, 3, 4, 4, turned=1), _codes(64, 64, 3, 4, 4), _codes(64, 64, 1, 4, 6),
+                     _codes(64, 128, 2, 4, 4), _codes(128, 64, 1, 4, 4), _codes(128, 64, 1, 8, 4),
+                     _codes(128, 64, 2, 8, 4), _codes(128, 128, 1, 8, 4)),
+    "gemm.fp8/many": (*WIDE, _codes(128, 128, 1, 8, 4), _codes(64, 128, 1, 4, 3),
+                      _codes(128, 64, 1, 8, 4, 2)),
     "gemm.fp8/spans": (_codes(128, 128, 1, 8, 4, 2), _codes(128, 128, 1, 8, 3, 2),
                        _codes(128, 128, 1, 8, 4, 2, 1), _codes(128, 128, 1, 8, 4),
                        _codes(128, 128, 1, 8, 4, 1, 1), _codes(64, 128, 1, 4, 3),
                        _codes(64, 128, 1, 4, 4, 1, 1), _codes(128, 64, 1, 8, 4, 2, 1),
                        _codes(64, 256, 1, 4, 3), RESTORED),
-    "gemm.project/few": TURNS, "gemm.project/many": WIDE}
+    "gemm.project/few": FEW, "gemm.project/many": WIDE}
 MANY = 256  # rows beyond which a product is bound by arithmetic
 BAND = tl.constexpr(8)  # tiles of rows that are walked side by side, so that weights stay in the L2
 PIECE = 1024  # elements whose parts one program adds
@@ -142,21 +144,25 @@ def _group(ptr, desc, at, first, k, K, TMA: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _product(x, w):
-    """Sums of products of codes, [rows, weight rows]."""
-    return dot(x, tl.trans(w), tl.zeros((x.shape[0], w.shape[0]), tl.float32))
+def _add(acc, x, w, xs, ws, J: tl.constexpr, TURNED: tl.constexpr):
+    """acc [rows, blocks, weight rows of a block] + products of codes times the scales of group J.
+
+    Turned it is [blocks, weight rows of a block, rows].
+    """
+    xs, ws = _scale(xs, J), _scale(ws, J)
+    if TURNED:
+        codes = dot(w, tl.trans(x), tl.zeros((w.shape[0], x.shape[0]), tl.float32))
+        scale = (ws[:, None] * xs[None, :])[:, None, :]
+    else:
+        codes = dot(x, tl.trans(w), tl.zeros((x.shape[0], w.shape[0]), tl.float32))
+        scale = (xs[:, None] * ws[None, :])[:, :, None]
+    return acc + codes.reshape(acc.shape) * scale
 
 
 @triton.jit
-def _add(acc, codes, xs, ws, J: tl.constexpr):
-    """acc [rows, blocks, weight rows of a block] + codes times the scales of group J."""
-    scale = _scale(xs, J)[:, None] * _scale(ws, J)[None, :]
-    return acc + codes.reshape(acc.shape) * scale[:, :, None]
-
-
-@triton.jit
-def _put(y_ptr, acc, t, n, T, N):
-    y = narrow(acc.reshape(t.shape[0], n.shape[0]), y_ptr.dtype.element_ty)
+def _put(y_ptr, acc, t, n, T, N, TURNED: tl.constexpr):
+    y = tl.trans(acc.reshape(n.shape[0], t.shape[0])) if TURNED else acc.reshape(t.shape[0], n.shape[0])
+    y = narrow(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], y, mask=(t[:, None] < T) & (n[None, :] < N))
 
 
@@ -164,7 +170,7 @@ def _put(y_ptr, acc, t, n, T, N):
 def _gemm_fp8_kernel(x_ptr, x_desc, xs_ptr, w_ptr, w_desc, ws_ptr, y_ptr, T, N, K, stride_x, stride_xs,
                      stride_w, stride_ws, steps, tiles_t, tiles_n, BLOCK_T: tl.constexpr,
                      BLOCK_N: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-                     TALL: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
+                     TALL: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr):
     """A tile of y, or of one part of K of it, TALL * BLOCK_T rows high: each w serves both halves.
 
     Rows beyond the last repeat it and are not written.
@@ -177,11 +183,13 @@ def _gemm_fp8_kernel(x_ptr, x_desc, xs_ptr, w_ptr, w_desc, ws_ptr, y_ptr, T, N, 
     x_at, xs_at = x_ptr + row.to(tl.int64)[:, None] * stride_x + k, row * stride_xs
     w_at = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w + k
     ws_at = tl.minimum(at_n // ROWS + tl.arange(0, BLOCKS), tl.cdiv(N, ROWS) - 1) * stride_ws
-    acc = tl.zeros((BLOCK_T, BLOCKS, BLOCK_N // BLOCKS), tl.float32)
+    SHAPE: tl.constexpr = ((BLOCKS, BLOCK_N // BLOCKS, BLOCK_T) if TURNED else
+                           (BLOCK_T, BLOCKS, BLOCK_N // BLOCKS))
+    acc = tl.zeros(SHAPE, tl.float32)
     if TALL == 2:
         row = tl.minimum(t + BLOCK_T, T - 1)
         x2_at, xs2_at = x_ptr + row.to(tl.int64)[:, None] * stride_x + k, row * stride_xs
-        acc2 = tl.zeros((BLOCK_T, BLOCKS, BLOCK_N // BLOCKS), tl.float32)
+        acc2 = tl.zeros(SHAPE, tl.float32)
     start = tl.program_id(1) * steps
     last = tl.cdiv(K, GROUP * SPAN) - 1
     xs_next, ws_next = tl.load(xs_ptr + xs_at + start), tl.load(ws_ptr + ws_at + start)
@@ -196,14 +204,15 @@ def _gemm_fp8_kernel(x_ptr, x_desc, xs_ptr, w_ptr, w_desc, ws_ptr, y_ptr, T, N, 
         for j in tl.static_range(SPAN):
             first = (step * SPAN + j) * GROUP
             w = _group(w_at, w_desc, at_n, first, k, K, TMA, EVEN)
-            acc = _add(acc, _product(_group(x_at, x_desc, at_t, first, k, K, TMA, EVEN), w), xs, ws, j)
+            x = _group(x_at, x_desc, at_t, first, k, K, TMA, EVEN)
+            acc = _add(acc, x, w, xs, ws, j, TURNED)
             if TALL == 2:
                 x2 = _group(x2_at, x_desc, at_t + BLOCK_T, first, k, K, TMA, EVEN)
-                acc2 = _add(acc2, _product(x2, w), xs2, ws, j)
+                acc2 = _add(acc2, x2, w, xs2, ws, j, TURNED)
     y_ptr += tl.program_id(1).to(tl.int64) * T * N
-    _put(y_ptr, acc, t, n, T, N)
+    _put(y_ptr, acc, t, n, T, N, TURNED)
     if TALL == 2:
-        _put(y_ptr, acc2, t + BLOCK_T, n, T, N)
+        _put(y_ptr, acc2, t + BLOCK_T, n, T, N, TURNED)
 
 
 @triton.jit
@@ -313,8 +322,8 @@ def _by_codes(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: 
         _gemm_fp8_kernel[(tiles[0] * tiles[1], parts)](
             x, descs[0], x_scale, weight, descs[1], scale, y, T, N, K, x.stride(0), x_scale.stride(0),
             weight.stride(0), scale.stride(0), steps, *tiles, BLOCK_T=bt, BLOCK_N=bn, ROWS=block[0],
-            GROUP=group, SPAN=span, TALL=tall, TMA=tma, EVEN=even, num_warps=config["num_warps"],
-            num_stages=config["num_stages"])
+            GROUP=group, SPAN=span, TALL=tall, TMA=tma, TURNED=bool(config["turned"]), EVEN=even,
+            num_warps=config["num_warps"], num_stages=config["num_stages"])
 
     return _summed(parts, (T, N), dtype, launch, x)
 

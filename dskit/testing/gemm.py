@@ -1,8 +1,8 @@
 """Cases of the products with FP8 weights in layers/linear.py and layers/mla.py.
 
 Shapes: rows T, n and k of the weight; block_n rows and block_k columns share a scale, 32 where not named, and
-so do block_k channels of x, which comes as codes if `coded`; `groups`: each with its k columns of x and its n
-rows of the weight; `steady`: rows do not see each other.
+so do block_k channels of x, which comes as codes if `coded`, else as numbers, as layers give it; `groups`:
+each with its k columns of x and its n rows of the weight; `steady`: rows do not see each other.
 Errors: none of its own.
 Source: kernels.md 1.2.
 """
@@ -27,10 +27,10 @@ EDGES = ({"rows": 0, "n": 32, "k": 64}, {"rows": 0, "n": 32, "k": 64} | CODED,
          {"rows": 260, "n": 33, "k": 64} | CODED)
 ROWS = (1, 32, 128, 512, 4096)
 WIDTHS = ((1792, 5120), (32768, 1280), (5120, 8192), (4608, 5120), (5120, 2304), (25600, 6144))
-FROZEN = (*({"rows": rows, "n": n, "k": k} | CODED for n, k in WIDTHS for rows in ROWS),
-          *({"rows": rows, "n": n, "k": k} for n, k in WIDTHS[:3] for rows in (1, 32, 128, 4096)),
+FROZEN = (*({"rows": rows, "n": n, "k": k} for n, k in WIDTHS for rows in ROWS),
+          *({"rows": rows, "n": n, "k": k} | CODED for n, k in WIDTHS[:3] for rows in (1, 32, 128, 4096)),
           *({"rows": rows, "n": n, "k": k} | LONG for n, k in WIDTHS[:3] for rows in (128, 4096)),
-         *({"rows": rows, "n": 5120, "k": 8192} | CODED | V4 for rows in (128, 4096)))
+          *({"rows": rows, "n": 5120, "k": 8192} | V4 for rows in (128, 4096)))
 GROUPED_EDGES = ({"rows": 0, "n": 32, "k": 64, "groups": 2}, {"rows": 1, "n": 64, "k": 544, "groups": 2},
                  {"rows": 19, "n": 32, "k": 96, "groups": 3}, {"rows": 70, "n": 160, "k": 64, "groups": 1},
                  {"rows": 4, "n": 128, "k": 256, "groups": 2} | V4,
