@@ -12,8 +12,9 @@ Tuning
     The wrapper takes `config = tuned(name, (rows, *widths), up_to(CONFIGS, rows))` and launches with it.
     `name` is the op's, or "<op>/<part>" where an op launches several kernels that are tuned apart; `widths`
     is whatever else the choice depends on.  `dskit bench tune` times the candidates at the frozen shapes and
-    writes the winners to tuned.json; `python -m dskit.bench.offline --candidates` compiles them.  Where a caller wants the same bits in any batch (`row_tile`, `steady`)
-    the default of one fixed row count is taken, without `tuned`.
+    writes the winners to tuned.json; `python -m dskit.bench.offline --candidates` compiles them.  Where a
+    caller wants the same bits in any batch (`row_tile`, `steady`) the default of one fixed row count is
+    taken, without `tuned`.
 
 Shapes
     Elementwise on any block; `dot` [M, K] x [K, N] -> [M, N] float32.
@@ -210,6 +211,17 @@ def to_bf16(x):
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
         return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(tl.bfloat16)
+
+
+@triton.jit
+def rounded_bf16(x):
+    """float32 -> the nearest bfloat16 value as float32, in one instruction: the high half of a pair."""
+    if INTERP:
+        value = to_bf16(x).to(tl.float32)
+    else:
+        value = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=f,f", [x],
+                                          dtype=tl.float32, is_pure=True, pack=1)
+    return value
 
 
 @triton.jit

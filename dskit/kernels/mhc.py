@@ -36,6 +36,7 @@ Source
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from torch import Tensor
 from dskit import ops
 from dskit.kernels import common
 from dskit.kernels.common import (
+    INTERP,
     cdiv,
     dot,
     ld,
@@ -54,6 +56,7 @@ from dskit.kernels.common import (
     processors,
     refuse,
     require,
+    rounded_bf16,
     to_bf16,
     tuned,
     up_to,
@@ -61,26 +64,30 @@ from dskit.kernels.common import (
 
 
 class Tile(NamedTuple):
-    """Rows and channels of a tile, the stages of its loop, programs per multiprocessor, warps."""
+    """Rows and channels of a tile, the stages of its loop, programs per multiprocessor, warps, and of how
+    many streams the channels are multiplied at once.
+    """
 
     rows: int
     channels: int
     stages: int
     resident: int
     warps: int = 4
+    together: int = 4
 
 
 # largest number of rows -> tile; four warps, since with more of them each would multiply fn's pieces again.
 # Chosen by the compiler's report.  Interpreted, programs cost most.
-MIXING = {16: Tile(16, 32, 2, 4), 256: Tile(32, 32, 2, 3), 1 << 62: Tile(64, 32, 2, 2)}
+MIXING = {16: Tile(16, 32, 2, 4), 256: Tile(32, 32, 2, 3, 4, 1), 1 << 62: Tile(64, 32, 2, 2)}
 BEFORE_HOPPER = {1 << 62: Tile(16, 32, 2, 2)}  # operands in registers: a larger tile spills
 MOVING = {1 << 62: Tile(8, 256, 1, 1 << 20)}  # without the product: one tile per program
 STEADY = Tile(16, 32, 2, 0), 8  # and slices, where a row's bits must not depend on the rows beside it
 if common.INTERPRET:
     MIXING, MOVING = {1 << 62: Tile(16, 64, 1, 1)}, {1 << 62: Tile(16, 128, 1, 1 << 20)}
 PRODUCTS = tuple(Tile(*tile)._asdict() for tile in (
-    (16, 32, 2, 4), (16, 32, 3, 3), (16, 64, 2, 3), (32, 32, 2, 3), (32, 32, 3, 2), (32, 32, 2, 2),
-    (32, 64, 2, 2), (64, 32, 2, 2), (64, 32, 3, 2), (64, 32, 2, 1), (64, 64, 2, 1)))
+    (16, 32, 2, 4), (16, 64, 2, 5), (32, 32, 2, 5, 4, 1), (32, 32, 2, 3, 4, 1), (32, 32, 3, 2),
+    (32, 32, 2, 1), (64, 32, 2, 2), (64, 32, 2, 2, 4, 1), (64, 32, 3, 2, 4, 1), (64, 64, 2, 1, 8),
+    (32, 64, 2, 1, 8), (128, 32, 3, 1, 8), (128, 32, 2, 1, 8, 1)))
 MOVES = tuple(Tile(rows, channels, 1, 1 << 20, warps)._asdict() for rows, channels, warps in (
     (1, 1024, 4), (1, 512, 2), (2, 512, 4), (4, 256, 4), (4, 512, 4), (8, 128, 4), (8, 256, 4), (8, 256, 8)))
 SINKHORN = {"numbers": 512, "num_warps": 4}  # of the matrices that a program holds
@@ -103,7 +110,7 @@ def _times(w, x, acc, BF16: tl.constexpr):
     compute it once more in the layout of that one's registers.
     """
     if BF16:
-        rest = w - to_bf16(w).to(tl.float32)
+        rest = w - rounded_bf16(w)
         pieces = to_bf16(tl.where(tl.arange(0, 2)[:, None, None] == 0, w, rest))
         return dot(pieces.reshape(2 * w.shape[1], w.shape[2]), to_bf16(x), acc)
     else:
@@ -117,6 +124,22 @@ def _folded(acc, BF16: tl.constexpr):
         return tl.sum(acc.reshape(2, acc.shape[0] // 2, acc.shape[1]), axis=0)
     else:
         return acc
+
+
+@triton.jit
+def _beside(tiles, N: tl.constexpr):
+    """Tiles [A, B] as one [A, N * B], whose neighbours come from all of them; N is 1, 2 or 4.
+
+    A thread keeps what it holds: one product over four streams' channels waits for memory once, not four
+    times, and its operands agree on the order.
+    """
+    if N == 1:
+        return tiles[0]
+    elif N == 2:
+        return tl.join(tiles[0], tiles[1]).reshape(tiles[0].shape[0], 2 * tiles[0].shape[1])
+    else:
+        both = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
+        return both.reshape(tiles[0].shape[0], 4 * tiles[0].shape[1])
 
 
 @triton.jit
@@ -141,7 +164,7 @@ def _mixed(y, streams, q, C, k: tl.constexpr, N: tl.constexpr):
 def _boundary_fwd_kernel(y_ptr, stride_y, X_ptr, stride_t, stride_n, p_ptr, q_ptr, C_ptr, fn_ptr, out_ptr,
                          x_ptr, part_ptr, rows, tiles, D: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
                          BF16: tl.constexpr, EVICT: tl.constexpr, BLOCK_M: tl.constexpr,
-                         BLOCK_D: tl.constexpr, STAGES: tl.constexpr):
+                         BLOCK_D: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < rows
     start = tl.program_id(1) * tiles * BLOCK_D
@@ -163,21 +186,26 @@ def _boundary_fwd_kernel(y_ptr, stride_y, X_ptr, stride_t, stride_n, p_ptr, q_pt
             y = ld(y_ptr + row[:, None] * stride_y + col[None, :], here)
         x = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         squares = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        factors, news = (), ()
         for k in tl.static_range(N):
             new = streams[k]
             if y_ptr is not None:
                 new = _mixed(y, streams, q, C, k, N)
                 if BF16:
-                    new = to_bf16(new).to(tl.float32)
+                    new = rounded_bf16(new)
                 at = out_ptr + (row[:, None] * N + k) * D + col[None, :]
                 tl.store(at, narrow(new, out_ptr.dtype.element_ty), mask=here, eviction_policy=EVICT)
             if p_ptr is not None:
                 x += p[k][:, None] * new
             if fn_ptr is not None:
                 squares += new * new
-                at = fn_ptr + c[None, :, None] * (N * D) + k * D + col[None, None, :]
-                fn = ld(at, (c < (2 + N) * N)[None, :, None] & (col < D)[None, None, :])
-                product = _times(fn, tl.trans(new), product, BF16)
+                at = fn_ptr + c[:, None] * (N * D) + k * D + col[None, :]
+                factors = factors + (ld(at, (c < (2 + N) * N)[:, None] & (col < D)[None, :]),)
+                news = news + (new,)
+                if (k + 1) % TOGETHER == 0:
+                    w, operand = _beside(factors, TOGETHER), _beside(news, TOGETHER)
+                    product = _times(w[None, :, :], tl.trans(operand), product, BF16)
+                    factors, news = (), ()
         square += tl.sum(squares, axis=1)
         if p_ptr is not None:
             tl.store(x_ptr + row[:, None] * D + col[None, :], narrow(x, x_ptr.dtype.element_ty), mask=here,
@@ -204,9 +232,20 @@ def _softmax(B):
 
 
 @triton.jit
+def _inverse(x):
+    """1 / x of a normal number, to the last bit or the one before: a division would check its range."""
+    if INTERP:
+        inverse = 1.0 / x
+    else:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
+                                            is_pure=True, pack=1)
+    return inverse
+
+
+@triton.jit
 def _even(C, axis: tl.constexpr, eps):
     """(C divided by its sums over an axis, the factor that did it)."""
-    factor = 1.0 / (tl.sum(C, axis=axis, keep_dims=True) + eps)
+    factor = _inverse(tl.sum(C, axis=axis, keep_dims=True) + eps)
     return C * factor, factor
 
 
@@ -227,10 +266,20 @@ def _sinkhorn(B, real, eps, iters):
 
 @triton.jit
 def _added(part_ptr, row, live, at, real, slices, COLS: tl.constexpr, SLICES: tl.constexpr):
-    """Columns `at` [1, C] of the partial products of rows [R, 1], added over the slices: [R, C]."""
-    s = tl.arange(0, SLICES)[None, :, None]
-    offset = (row[:, :, None] * slices + s) * COLS + at[:, None, :]
-    return tl.sum(ld(part_ptr + offset, live[:, :, None] & (s < slices) & real[:, None, :]), axis=1)
+    """Columns `at` [1, C] of the partial products of rows [R, 1], added over the slices: [R, C].
+
+    Many slices are read at once, and then the sums lie in every warp; with many rows each is to have its own.
+    """
+    if row.shape[0] < 16:
+        s = tl.arange(0, SLICES)[None, :, None]
+        offset = (row[:, :, None] * slices + s) * COLS + at[:, None, :]
+        sums = tl.sum(ld(part_ptr + offset, live[:, :, None] & (s < slices) & real[:, None, :]), axis=1)
+    else:
+        sums = tl.zeros([row.shape[0], at.shape[1]], tl.float32)
+        for i in tl.static_range(SLICES):
+            there = live & (tl.zeros_like(row) + i < slices) & real
+            sums += ld(part_ptr + (row * slices + i) * COLS + at, there)
+    return sums
 
 
 @triton.jit
@@ -244,45 +293,56 @@ def _norm_of(part_ptr, row, live, slices, eps, D: tl.constexpr, N: tl.constexpr,
 @triton.jit
 def _finish_weights(part_ptr, base_ptr, scale_ptr, p_ptr, q_ptr, C_ptr, program, rows, slices, eps, hc_eps,
                     iters, D: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr, SLICES: tl.constexpr,
-                    SIDE: tl.constexpr, ROWS: tl.constexpr):
+                    SIDE: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr):
+    """A row's columns as a table of lines of N: p, q, the N lines of B, the sum of squares; read at once."""
     row = (program * ROWS + tl.arange(0, ROWS))[:, None]
     live = row < rows
-    norm = _norm_of(part_ptr, row, live, slices, eps, D, N, COLS, SLICES)
-    n = tl.arange(0, SIDE)[None, :]
-    at, real = _entries(N, SIDE)
-    p = _added(part_ptr, row, live, n, n < N, slices, COLS, SLICES) * norm
-    q = _added(part_ptr, row, live, N + n, n < N, slices, COLS, SLICES) * norm
-    B = _added(part_ptr, row, live, 2 * N + at, real, slices, COLS, SLICES) * norm
-    p = ld(base_ptr + n, n < N) + p * ld(scale_ptr)
-    q = ld(base_ptr + N + n, n < N) + q * ld(scale_ptr + 1)
-    B = ld(base_ptr + 2 * N + at, real, -1e30) + B * ld(scale_ptr + 2)
-    tl.store(p_ptr + row * N + n, tl.sigmoid(p) + hc_eps, mask=live & (n < N))
-    tl.store(q_ptr + row * N + n, 2.0 * tl.sigmoid(q), mask=live & (n < N))
-    C = _sinkhorn(B.reshape(ROWS, SIDE, SIDE), real.reshape(1, SIDE, SIDE), hc_eps, iters)
-    tl.store(C_ptr + row * (N * N) + at, C.reshape(ROWS, SIDE * SIDE), mask=live & real)
+    i, k = tl.arange(0, TABLE * SIDE)[None, :] // SIDE, tl.arange(0, TABLE * SIDE)[None, :] % SIDE
+    at, square, logit = i * N + k, (i == 2 + N) & (k == 0), (i < 2 + N) & (k < N)
+    sums = _added(part_ptr, row, live, at, logit | square, slices, COLS, SLICES)
+    norm = tl.rsqrt(tl.sum(tl.where(square, sums, 0.0), axis=1, keep_dims=True) / (N * D) + eps)
+    z = ld(base_ptr + at, logit) + sums * norm * ld(scale_ptr + tl.minimum(i, 2))
+    gate = tl.sigmoid(z)
+    tl.store(p_ptr + row * N + k, gate + hc_eps, mask=live & (i == 0) & (k < N))
+    tl.store(q_ptr + row * N + k, 2.0 * gate, mask=live & (i == 1) & (k < N))
+    real = logit & (i >= 2)
+    B = tl.where(real, z, -1e30).reshape(ROWS, TABLE, SIDE)
+    C = _sinkhorn(B, real.reshape(1, TABLE, SIDE), hc_eps, iters).reshape(ROWS, TABLE * SIDE)
+    tl.store(C_ptr + row * (N * N) + at - 2 * N, C, mask=live & real)
 
 
 @triton.jit
-def _norm_(x_ptr, gain_ptr, program, rows, eps, D: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr):
-    row, col = (program * NORMS + tl.arange(0, NORMS))[:, None], tl.arange(0, WIDTH)[None, :]
+def _norm_(x_ptr, gain_ptr, program, rows, eps, D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+           NORMS: tl.constexpr):
+    """Norm rows of x in place, each in two pieces, so that no lane idles at 5120 = 4096 + 1024."""
+    row, col = (program * NORMS + tl.arange(0, NORMS))[:, None], tl.arange(0, MAIN)[None, :]
     at, here = x_ptr + row * D + col, (row < rows) & (col < D)
     x = ld(at, here)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
-    tl.store(at, narrow(x * ld(gain_ptr + col, col < D), x_ptr.dtype.element_ty), mask=here)
+    square = tl.sum(x * x, axis=1, keep_dims=True)
+    if REST:
+        col2 = MAIN + tl.arange(0, REST)[None, :]
+        at2, here2 = x_ptr + row * D + col2, (row < rows) & (col2 < D)
+        x2 = ld(at2, here2)
+        square += tl.sum(x2 * x2, axis=1, keep_dims=True)
+    factor = tl.rsqrt(square / D + eps)
+    tl.store(at, narrow(x * factor * ld(gain_ptr + col, col < D), x_ptr.dtype.element_ty), mask=here)
+    if REST:
+        y2 = x2 * factor * ld(gain_ptr + col2, col2 < D)
+        tl.store(at2, narrow(y2, x_ptr.dtype.element_ty), mask=here2)
 
 
 @triton.jit
 def _finish_fwd_kernel(part_ptr, base_ptr, scale_ptr, p_ptr, q_ptr, C_ptr, x_ptr, gain_ptr, rows, slices,
                        mixing, eps, hc_eps, iters, D: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
-                       SLICES: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-                       NORMS: tl.constexpr):
+                       SLICES: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, TABLE: tl.constexpr,
+                       MAIN: tl.constexpr, REST: tl.constexpr, NORMS: tl.constexpr):
     """The first `mixing` programs turn partial products into weights, the others norm rows of x in place."""
     program = tl.program_id(0).to(tl.int64)
     if program < mixing:
         _finish_weights(part_ptr, base_ptr, scale_ptr, p_ptr, q_ptr, C_ptr, program, rows, slices, eps,
-                        hc_eps, iters, D, N, COLS, SLICES, SIDE, ROWS)
+                        hc_eps, iters, D, N, COLS, SLICES, SIDE, ROWS, TABLE)
     elif x_ptr is not None:
-        _norm_(x_ptr, gain_ptr, program - mixing, rows, eps, D, WIDTH, NORMS)
+        _norm_(x_ptr, gain_ptr, program - mixing, rows, eps, D, MAIN, REST, NORMS)
 
 
 @triton.jit
@@ -534,14 +594,14 @@ def _pass(y: Tensor | None, X: Tensor, p: Tensor | None, q: Tensor | None, C: Te
             y, 0 if y is None else y.stride(0), X, X.stride(0), X.stride(1), p, q, C, fn,
             None if y is None else out, x, part, T, tiles, D, N, _columns(N), dtype == torch.bfloat16,
             "evict_first" if X.numel() * X.itemsize > FAR else "", tile.rows, tile.channels, tile.stages,
-            num_warps=tile.warps)
+            math.gcd(tile.together, N), num_warps=tile.warps)
     return out, x, part
 
 
 def _finish_tile(slices: int, N: int) -> dict[str, int]:
     """Rows of a program that adds partial products, so that it holds them all at once."""
     return {"COLS": _columns(N), "SLICES": pow2(slices), "SIDE": pow2(N),
-            "ROWS": max(1, min(16, 128 // pow2(slices)))}
+            "ROWS": 16 if slices <= 8 else 1}
 
 
 def _finish(part: Tensor, base: Tensor, scale: Tensor, shape: torch.Size, eps: float, hc_eps: float,
@@ -553,15 +613,15 @@ def _finish(part: Tensor, base: Tensor, scale: Tensor, shape: torch.Size, eps: f
     require(scale.shape == (3,), "scale", "must be [3]")
     require(gain is None or gain.shape == (D,), "gain_D", f"must be {[D]}")
     p, q, C = (part.new_empty(T, *shape) for shape in ((N,), (N,), (N, N)))
-    tile, width = _finish_tile(slices, N), pow2(D)
-    norms = max(1, 4096 // width)
+    tile, main = _finish_tile(slices, N), pow2(D) if pow2(D) == D else pow2(D) // 2
+    norms = max(1, 4096 // pow2(D))
     mixing = cdiv(T, tile["ROWS"])
     if T:
         _finish_fwd_kernel[(mixing + (0 if x is None else cdiv(T, norms)),)](
             part, base.contiguous(), scale.contiguous(), p, q, C, x,
             None if gain is None else gain.contiguous(), T, slices, mixing, eps, hc_eps, iters, D, N,
-            WIDTH=width, NORMS=norms,
-            num_warps=4 if x is None else min(16, max(4, width // 1024)), **tile)
+            TABLE=pow2(N + 3), MAIN=main, REST=pow2(D - main) if main < D else 0, NORMS=norms, num_warps=4,
+            **tile)
     return p, q, C
 
 
