@@ -79,7 +79,9 @@ GROUPS = tuple({"channels": channels, "num_warps": warps} for channels, warps in
 CANDIDATES = {
     "moe.gate": (*ROUTER.values(), _router(16, 128, 0, 128, 20, 4, 3), _router(16, 64, 0, 256, 20, 4, 3),
                  _router(64, 128, 0, 128, 10, 4, 3), _router(128, 128, 0, 64, 10, 4, 3),
-                 _router(128, 128, 0, 64, 4, 8, 4), _router(128, 256, 128, 64, 2, 8, 3)),
+                 _router(128, 128, 0, 64, 4, 8, 4), _router(128, 128, 0, 64, 2, 4, 3),
+                 _router(128, 256, 128, 64, 2, 8, 3), _router(128, 256, 128, 32, 4, 8, 6),
+                 _router(256, 128, 64, 64, 4, 8, 3), _router(256, 128, 0, 64, 2, 8, 4)),
     "moe.permute": PIECES, "moe.combine": PIECES, "moe.swiglu": GROUPS, "moe.swiglu_quantize": GROUPS}
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -188,6 +190,13 @@ def _score(z_ptr, inside, stride_part, PARTS: tl.constexpr, TEMPERATURE: tl.cons
 
 
 @triton.jit
+def _ordered(x):
+    """float32 -> int32 in the same order, for which a warp has a maximum in one instruction; -0 equals 0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _route_fwd_kernel(z_ptr, bias_ptr, image_ptr, image_bias_ptr, fixed_ptr, topk_ptr, weight_ptr,
                       score_ptr, E, stride_part, stride_bias, factor, PARTS: tl.constexpr, J: tl.constexpr,
                       NORMALISE: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -205,13 +214,12 @@ def _route_fwd_kernel(z_ptr, bias_ptr, image_ptr, image_bias_ptr, fixed_ptr, top
                 bias_ptr = tl.where(tl.load(image_ptr + t) != 0, image_bias_ptr, bias_ptr)
             choice += ld(bias_ptr + e, e < E)
         # a NaN counts as the lowest number; what is no expert or taken lies below all numbers
-        choice = tl.where(choice >= -3e38, choice, -3e38)
-        choice = tl.where(e < E, choice, float("-inf"))
+        choice = tl.where(e < E, _ordered(tl.where(choice >= -3e38, choice, -3e38)), -0x80000000)
         chosen = tl.zeros((BLOCK_J,), tl.int32)
         for j in tl.static_range(J):
             best = tl.max(choice, axis=0)
             at = tl.min(tl.where(choice == best, e, E - 1), axis=0)
-            choice = tl.where(e == at, float("-inf"), choice)
+            choice = tl.where(e == at, -0x80000000, choice)
             chosen = tl.where(slot == j, at, chosen)
     else:
         chosen = tl.load(fixed_ptr + t * J + slot, mask=slot < J, other=0).to(tl.int32)
