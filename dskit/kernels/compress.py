@@ -1,10 +1,11 @@
 """Groups of tokens pooled into entries: members are gathered, weighed and summed in one pass.
 
 Tiling
-    A tile is [ROWS entries, BLOCK channels]; every channel has a softmax of its own over the group's members,
-    so a lane walks over them with a running maximum and needs no other lane.
+    A tile is [ROWS entries, STEP members, BLOCK channels]; every channel has a softmax of its own over the
+    group's members, with a running maximum from step to step.  Few groups take many members at once, so that
+    their rows are on the way together; many groups walk, and a lane needs no other lane.
 
-        entry e, channels    member 0: g v    member 1: g v    ...    ->    sum p v
+        entry e, channels    step 0: g v | g v    step 1: g v | g v    ...    ->    sum p v
 
     Fused because the parts would copy each member (gather), copy its gates (mask), weigh and sum: 8 kB an
     entry are moved three times, here once.  The backward pass weighs again instead of keeping the weights;
@@ -31,21 +32,29 @@ import triton.language as tl
 from torch import Tensor
 
 from dskit import ops
-from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, too_wide, tuned
+from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, too_wide, tuned, up_to
 
-CONFIG = {"block": 512, "tile": 1024, "num_warps": 4}  # channels and elements of a program
-CANDIDATES = {"compress.pool": tuple({"block": block, "tile": tile, "num_warps": warps} for block, tile, warps
-                                     in ((512, 1024, 4), (512, 512, 2), (512, 2048, 4), (256, 256, 1),
-                                         (256, 512, 2), (256, 1024, 4), (128, 256, 2), (128, 512, 4)))}
+
+def _config(rows: int, step: int, block: int, warps: int) -> dict[str, int]:
+    """Entries, members and channels of a tile."""
+    return {"rows": rows, "step": step, "block": block, "num_warps": warps}
+
+
+# largest number of members of all groups -> tile
+CONFIGS = {4096: _config(1, 64, 64, 4), 1 << 16: _config(1, 8, 256, 4), 1 << 62: _config(2, 1, 512, 4)}
+BACKWARD = _config(2, 1, 512, 4)
+CANDIDATES = {"compress.pool": tuple(_config(*sizes) for sizes in (
+    (1, 128, 32, 4), (1, 128, 32, 8), (1, 64, 64, 4), (1, 32, 128, 8), (1, 8, 128, 2), (1, 8, 256, 4),
+    (1, 4, 512, 4), (1, 2, 512, 4), (1, 1, 512, 2), (2, 1, 512, 4), (1, 1, 256, 1), (4, 8, 128, 4)))}
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @triton.jit
-def _member(line_ptr, read_ptr, entry, real, u, col, MEMBERS: tl.constexpr, WIDTH: tl.constexpr,
-            HELD: tl.constexpr):
-    """(v, g, where v stands, whether it does) of member u of each entry; an absent one weighs nothing."""
-    row = tl.load(read_ptr + entry * MEMBERS + u, mask=real, other=-1)
+def _members(line_ptr, read_ptr, entry, real, u, col, MEMBERS: tl.constexpr, WIDTH: tl.constexpr,
+             HELD: tl.constexpr):
+    """(v, g, where v stands, whether it does) of members u of each entry; an absent one weighs nothing."""
+    row = tl.load(read_ptr + entry * MEMBERS + u, mask=real & (u < MEMBERS), other=-1)
     at = row * (2 * HELD) + (HELD - WIDTH) * (2 * u // MEMBERS) + col
     there = (row >= 0) & (col < WIDTH)
     return ld(line_ptr + at, there), ld(line_ptr + at + HELD, there, float("-inf")), at, there
@@ -53,44 +62,50 @@ def _member(line_ptr, read_ptr, entry, real, u, col, MEMBERS: tl.constexpr, WIDT
 
 @triton.jit
 def _weigh(line_ptr, read_ptr, entry, real, col, MEMBERS: tl.constexpr, WIDTH: tl.constexpr,
-           HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(weighted mean, largest gate, sum of exp(gate - largest)) over the members."""
-    top = tl.full([ROWS, BLOCK], -1e38, tl.float32)  # finite, so that an absent member gives 0 and no NaN
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    mean = tl.zeros([ROWS, BLOCK], tl.float32)
-    for u in range(MEMBERS):
-        v, g, _, _ = _member(line_ptr, read_ptr, entry, real, u, col, MEMBERS, WIDTH, HELD)
-        higher = tl.maximum(top, g)
+           HELD: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """(weighted mean, largest gate, sum of exp(gate - largest)) over the members, each [ROWS, 1, BLOCK]."""
+    top = tl.full([ROWS, 1, BLOCK], -1e38, tl.float32)  # finite, so that an absent member gives 0 and no NaN
+    total = tl.zeros([ROWS, 1, BLOCK], tl.float32)
+    mean = tl.zeros([ROWS, 1, BLOCK], tl.float32)
+    for first in range(0, MEMBERS, STEP):
+        u = first + tl.arange(0, STEP)[None, :, None]
+        v, g, _, _ = _members(line_ptr, read_ptr, entry, real, u, col, MEMBERS, WIDTH, HELD)
+        higher = tl.maximum(top, tl.max(g, axis=1, keep_dims=True))
         keep, weight = tl.exp(top - higher), tl.exp(g - higher)
-        total = total * keep + weight
-        mean = mean * keep + weight * v
+        total = total * keep + tl.sum(weight, axis=1, keep_dims=True)
+        mean = mean * keep + tl.sum(weight * v, axis=1, keep_dims=True)
         top = higher
     total = tl.where(total > 0, total, 1.0)  # lanes beyond the width have no members
     return mean / total, top, total
 
 
+@triton.jit
+def _where(entries, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(entries [ROWS, 1, 1], whether they exist, channels [1, 1, BLOCK]) of a program."""
+    entry = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    return entry, entry < entries, (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, None, :]
+
+
 @triton.jit(do_not_specialize=["entries"])
 def _compress_pool_fwd_kernel(line_ptr, read_ptr, y_ptr, entries, MEMBERS: tl.constexpr, WIDTH: tl.constexpr,
-                              HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    entry = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    real = entry < entries
-    mean, _, _ = _weigh(line_ptr, read_ptr, entry, real, col, MEMBERS, WIDTH, HELD, ROWS, BLOCK)
+                              HELD: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+                              BLOCK: tl.constexpr):
+    entry, real, col = _where(entries, WIDTH, ROWS, BLOCK)
+    mean, _, _ = _weigh(line_ptr, read_ptr, entry, real, col, MEMBERS, WIDTH, HELD, ROWS, STEP, BLOCK)
     tl.store(y_ptr + entry * WIDTH + col, narrow(mean, y_ptr.dtype.element_ty), mask=real & (col < WIDTH))
 
 
 @triton.jit(do_not_specialize=["entries"])
 def _compress_pool_bwd_kernel(line_ptr, read_ptr, dy_ptr, dline_ptr, entries, MEMBERS: tl.constexpr,
                               WIDTH: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr,
-                              BLOCK: tl.constexpr):
+                              STEP: tl.constexpr, BLOCK: tl.constexpr):
     """dv = p dy, dg = p (v - y) dy."""
-    entry = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    real = entry < entries
-    mean, top, total = _weigh(line_ptr, read_ptr, entry, real, col, MEMBERS, WIDTH, HELD, ROWS, BLOCK)
+    entry, real, col = _where(entries, WIDTH, ROWS, BLOCK)
+    mean, top, total = _weigh(line_ptr, read_ptr, entry, real, col, MEMBERS, WIDTH, HELD, ROWS, STEP, BLOCK)
     dy = ld(dy_ptr + entry * WIDTH + col, real & (col < WIDTH))
-    for u in range(MEMBERS):
-        v, g, at, there = _member(line_ptr, read_ptr, entry, real, u, col, MEMBERS, WIDTH, HELD)
+    for first in range(0, MEMBERS, STEP):
+        u = first + tl.arange(0, STEP)[None, :, None]
+        v, g, at, there = _members(line_ptr, read_ptr, entry, real, u, col, MEMBERS, WIDTH, HELD)
         dv = tl.exp(g - top) / total * dy
         tl.store(dline_ptr + at, narrow(dv, dline_ptr.dtype.element_ty), mask=there)
         tl.store(dline_ptr + at + HELD, narrow(dv * (v - mean), dline_ptr.dtype.element_ty), mask=there)
@@ -100,12 +115,11 @@ def _compress_pool_bwd_kernel(line_ptr, read_ptr, dy_ptr, dline_ptr, entries, ME
 
 def _launch(kernel, config: dict[str, int], line: Tensor, read: Tensor, width: int, *tensors: Tensor) -> None:
     entries, members = read.shape
-    block = min(config["block"], pow2(width))
-    rows = max(1, config["tile"] // block)
+    rows, block = config["rows"], min(config["block"], pow2(width))
     if entries:
         kernel[(cdiv(entries, rows), cdiv(width, block))](
-            line, read, *tensors, entries, members, width, line.shape[2], ROWS=rows, BLOCK=block,
-            num_warps=config["num_warps"])
+            line, read, *tensors, entries, members, width, line.shape[2], ROWS=rows,
+            STEP=min(config["step"], pow2(members)), BLOCK=block, num_warps=config["num_warps"])
 
 
 class _Pool(torch.autograd.Function):
@@ -114,7 +128,7 @@ class _Pool(torch.autograd.Function):
         ctx.save_for_backward(line, read)
         ctx.width = width
         y = torch.empty(read.shape[0], width, dtype=dtype, device=line.device)
-        config = tuned("compress.pool", (*read.shape, width), CONFIG)
+        config = tuned("compress.pool", (*read.shape, width), up_to(CONFIGS, read.numel()))
         _launch(_compress_pool_fwd_kernel, config, line, read, width, y)
         return y
 
@@ -122,7 +136,7 @@ class _Pool(torch.autograd.Function):
     def backward(ctx, dy):
         line, read = ctx.saved_tensors
         dline = torch.zeros_like(line)  # rows that are in no group get nothing
-        _launch(_compress_pool_bwd_kernel, CONFIG, line, read, ctx.width, dy.contiguous(), dline)
+        _launch(_compress_pool_bwd_kernel, BACKWARD, line, read, ctx.width, dy.contiguous(), dline)
         return dline, None, None, None
 
 
