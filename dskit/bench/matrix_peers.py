@@ -123,7 +123,7 @@ def _(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visibl
 
     (B, Q, X, Y), S, pages = q_BQXY.shape, table_BS.shape[1], len(pool) // PAGE
     if Q > 2 or Y != 128 or len(pool) % PAGE or block_BQC is not None:
-        raise ValueError("it takes one or two rows of a request, of 128 channels, and all of whole pages")
+        raise ValueError("one or two rows of a request, of 128 channels, whole pages, no candidates")
     cache = torch.empty(pages, PAGE * (Y + 4), dtype=torch.uint8, device=pool.device)
     for some in torch.arange(pages).split(1 << 13):
         keys = pool[PAGE * int(some[0]): PAGE * (int(some[-1]) + 1)]
@@ -133,7 +133,7 @@ def _(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visibl
         cache[here, PAGE * Y:] = scales.view(torch.uint8).view(-1, PAGE * 4)
     cache, q = cache.view(pages, PAGE, 1, Y + 4), q_BQXY.to(FP8)
     weight, table = weight_BQX.float().view(B * Q, X), (table_BS[:, ::PAGE] // PAGE).int()
-    length = visible_BQ.amax(dim=1).int()
+    length = visible_BQ.int().contiguous()
     plan = deep_gemm.get_paged_mqa_logits_metadata(
         length, PAGE, torch.cuda.get_device_properties(pool.device).multi_processor_count)
     return lambda: deep_gemm.fp8_paged_mqa_logits(q, cache, weight, length, table, plan, S)

@@ -7,11 +7,13 @@ Scores
     key    | group 0 | group 1 | group 2 | group 3 | s0 s1 s2 s3 |      64 bytes of e2m1 pairs, 4 of scales
     low    |  16 even channels of each group ...   |                    bits moved: e4m3, exact
     high   |  16 odd channels of each group ...    |
-    query  per group a tile with zeros where the other group of its 32 bytes is, even and odd channels apart
+    query  per 32 bytes, two groups, two columns for each head, even and odd channels apart: one with zeros
+           where the first group is, one where the second is
 
     So each group has sums of its own, whole numbers below 2^13 and thus exact even in the accumulators of FP8
-    products; float32 then applies the key's scales, the relu and the head's weight.  68 bytes are read per
-    key and row block, 2 written per row: the keys as numbers would be 256.
+    products; float32 then applies the key's scales, the relu and the head's weight.  Two columns are what a
+    thread holds side by side, and 64 of them the fewest that keep a tensor core busy.  68 bytes are read per
+    key and row block, and 8 of the table; 2 are written per row.  The keys as numbers would be 256.
 
 Top-k
     peaks    ..#.|....|#...|.#..     maxima of chunks, read at full width by as many programs as there are
@@ -71,18 +73,18 @@ from dskit.kernels.common import (
 
 WIDTH, NBYTES = 128, 68  # of an index key, in numbers and as stored
 
-PROGRAMS = 8 if not common.INTERPRET else 1  # per processor at least, where there is work for them
+
+def _tile(keys: int, columns: int, programs: int, warps: int, stages: int, registers: int = 168) -> dict:
+    return {"KEYS": keys, "COLUMNS": columns, "PROGRAMS": programs, "num_warps": warps, "num_stages": stages,
+            "maxnreg": registers}
 
 
-def _tile(keys: int, columns: int, tiles: int, warps: int, stages: int) -> dict[str, int]:
-    return {"KEYS": keys, "COLUMNS": columns, "TILES": tiles, "num_warps": warps, "num_stages": stages}
-
-
-# by rows that score the same keys, not yet measured: keys of a tile; columns, heads times rows, of a product;
-# tiles of a program at most.  As a row of the table comes before its key, two stages are one tile in flight.
-CONFIGS = {1: _tile(128, 32, 32, 4, 5), 2: _tile(64, 64, 32, 4, 5), 1 << 62: _tile(64, 128, 32, 4, 5)}
+# by heads times rows that score the same keys, not yet measured: keys of a tile; columns of which a product
+# has two each; programs per processor at most, best a multiple of those that it holds at once: three of 4
+# warps with 168 registers.  As a row of the table comes before its key, two stages are one tile in flight.
+CONFIGS = {32: _tile(128, 32, 6, 4, 5), 1 << 62: _tile(64, 64, 6, 4, 5)}
 if common.INTERPRET:
-    CONFIGS = {1: _tile(128, 32, 2, 4, 3), 1 << 62: _tile(64, 64, 2, 4, 3)}
+    CONFIGS = {32: _tile(128, 32, 1, 4, 3), 1 << 62: _tile(64, 64, 1, 4, 3)}
 
 # not yet measured: values that a program reads; entries of a tile that picks, per warp
 PEAKS = {"VALUES": 4096, "num_warps": 4}
@@ -92,9 +94,10 @@ LARGEST = 32768  # values of a tile
 
 CANDIDATES = {
     "indexer.scores_cached": (
-        _tile(128, 32, 32, 4, 3), _tile(128, 32, 32, 4, 5), _tile(128, 32, 32, 4, 7), _tile(64, 32, 64, 4, 5),
-        _tile(128, 32, 32, 8, 5), _tile(256, 32, 16, 8, 5), _tile(128, 64, 32, 8, 5), _tile(64, 64, 64, 4, 5),
-        _tile(128, 128, 32, 8, 5), _tile(64, 128, 64, 4, 5), _tile(64, 128, 64, 8, 5)),
+        _tile(128, 32, 3, 4, 5), _tile(128, 32, 6, 4, 5), _tile(128, 32, 12, 4, 5), _tile(128, 32, 3, 4, 7),
+        _tile(128, 32, 6, 4, 7), _tile(128, 32, 8, 4, 5, 128), _tile(64, 32, 8, 4, 7, 128),
+        _tile(128, 32, 4, 8, 7), _tile(64, 64, 3, 4, 5), _tile(64, 64, 6, 4, 7), _tile(128, 64, 4, 4, 5, 255),
+        _tile(128, 64, 3, 8, 5)),
     "indexer.topk/peaks": tuple({"VALUES": values, "num_warps": warps} for values, warps in
                                 ((2048, 4), (4096, 4), (8192, 4), (8192, 8), (16384, 8))),
     "indexer.topk/pick": tuple({"LANES": lanes} for lanes in (256, 512, 1024, 2048)),
@@ -104,25 +107,33 @@ CANDIDATES = {
 # ---- scores ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _query(q_ptr, at, scale, real, GROUP: tl.constexpr, ODD: tl.constexpr):
-    """[32 bytes, columns]: what the even or odd channels of the keys' bytes around a group meet, e4m3.
+def _query(q_ptr, at, scale, real, HALF: tl.constexpr, ODD: tl.constexpr):
+    """[32 bytes, columns]: what the even or odd channels of half of the keys' bytes meet, e4m3.
 
-    Those of the other group that shares the 32 bytes are zero.
+    Columns go in pairs, one for each group of the half, with zeros where the other group is.
     """
     byte = tl.arange(0, 32)[:, None]
-    mine = real[None, :] & (byte // 16 == GROUP % 2)
-    x = ld(q_ptr + at[None, :] + 64 * (GROUP // 2) + 2 * byte + ODD, mine)
+    mine = real[None, :] & (byte // 16 == tl.arange(0, at.shape[0])[None, :] % 2)
+    x = ld(q_ptr + at[None, :] + 64 * HALF + 2 * byte + ODD, mine)
     return e4m3_operand(x * inverse(scale)[None, :])
 
 
 @triton.jit
-def _of_group(low, high, even, odd, scales, GROUP: tl.constexpr):
-    """Products over one group of channels [KEYS, columns], times the keys' scales of that group."""
-    product = dot(low, even, tl.zeros([low.shape[0], even.shape[1]], tl.float32))
-    product = dot(high, odd, product)
+def _twice(x):
+    """Each element two times, side by side."""
+    return tl.join(x, x).reshape(2 * x.shape[0])
+
+
+@triton.jit
+def _of_half(score, byte, even, odd, scales):
+    """score [KEYS, columns / 2] + products over a half's two groups of channels, times the keys' scales."""
+    product = dot(e2m1_low(byte), even, tl.zeros([byte.shape[0], even.shape[1]], tl.float32))
+    product = dot(e2m1_high(byte), odd, product)
+    first, second = product.reshape(byte.shape[0], even.shape[1] // 2, 2).split()
     # a scale of byte 0, which is not quite zero, stands beside codes that are
-    scale = (((scales >> (8 * GROUP)) & 0xFF) << 23).to(tl.float32, bitcast=True)
-    return product * scale[:, None]
+    left = ((scales & 0xFF) << 23).to(tl.float32, bitcast=True)
+    right = (((scales >> 8) & 0xFF) << 23).to(tl.float32, bitcast=True)
+    return score + first * left[:, None] + second * right[:, None]
 
 
 @triton.jit(do_not_specialize=["Q", "count", "row_blocks", "spans", "tiles"])
@@ -145,10 +156,11 @@ def _indexer_scores_cached_fwd_kernel(q_ptr, weight_ptr, byte_ptr, word_ptr, tab
     most = tl.max(tl.abs(ld(q_ptr + q_at[:, None] + channel, real[:, None])), axis=1)
     power = tl.maximum(most, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000  # at or below, of two
     scale = power.to(tl.float32, bitcast=True) / 128  # e4m3 reaches 448
-    even0, odd0 = _query(q_ptr, q_at, scale, real, 0, 0), _query(q_ptr, q_at, scale, real, 0, 1)
-    even1, odd1 = _query(q_ptr, q_at, scale, real, 1, 0), _query(q_ptr, q_at, scale, real, 1, 1)
-    even2, odd2 = _query(q_ptr, q_at, scale, real, 2, 0), _query(q_ptr, q_at, scale, real, 2, 1)
-    even3, odd3 = _query(q_ptr, q_at, scale, real, 3, 0), _query(q_ptr, q_at, scale, real, 3, 1)
+    q_twice, scale_twice, real_twice = _twice(q_at), _twice(scale), _twice(real)
+    even0 = _query(q_ptr, q_twice, scale_twice, real_twice, 0, 0)
+    odd0 = _query(q_ptr, q_twice, scale_twice, real_twice, 0, 1)
+    even1 = _query(q_ptr, q_twice, scale_twice, real_twice, 1, 0)
+    odd1 = _query(q_ptr, q_twice, scale_twice, real_twice, 1, 1)
     weight = ld(weight_ptr + head, real) * scale * 64  # codes of keys are 2^-6 of their values
 
     row = block * ROWS + tl.arange(0, ROWS)[None, :]
@@ -170,12 +182,9 @@ def _indexer_scores_cached_fwd_kernel(q_ptr, weight_ptr, byte_ptr, word_ptr, tab
         left = tl.load(codes)
         right = tl.load(codes + 32)
         scales = tl.load(word_ptr + at * 17 + 16)
-        low, high = e2m1_low(left), e2m1_high(left)
-        score = _of_group(low, high, even0, odd0, scales, 0)
-        score += _of_group(low, high, even1, odd1, scales, 1)
-        low, high = e2m1_low(right), e2m1_high(right)
-        score += _of_group(low, high, even2, odd2, scales, 2)
-        score += _of_group(low, high, even3, odd3, scales, 3)
+        score = tl.zeros([KEYS, ROWS * X], tl.float32)
+        score = _of_half(score, left, even0, odd0, scales)
+        score = _of_half(score, right, even1, odd1, scales >> 16)
         score = tl.maximum(score, 0.0) * weight[None, :]
         total = tl.sum(score.reshape(KEYS, ROWS, X), axis=2)
         total = narrow(tl.where(key[:, None] < seen, total, float("-inf")), out_ptr.dtype.element_ty)
@@ -225,19 +234,19 @@ def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Te
     if not out.numel():
         return out
     together = 1 if row_tile or block_BQC is not None else min(Q, 4)  # rows that score the same keys
-    config = up_to(CONFIGS, together)
+    config = up_to(CONFIGS, together * X)
     if not row_tile:
         config = tuned("indexer.scores_cached", (B * Q * S, together, X), config)
     rows, keys = max(1, config["COLUMNS"] // X) if block_BQC is None else 1, config["KEYS"]
     row_blocks, all_tiles = cdiv(Q, rows), cdiv(S, keys)
-    shared_out = cdiv(B * row_blocks * all_tiles, PROGRAMS * common.processors(q_BQXY))
-    tiles = min(config["TILES"], shared_out)
+    programs = config["PROGRAMS"] * common.processors(q_BQXY)
+    tiles = cdiv(all_tiles, max(1, programs // (B * row_blocks)))
     spans = cdiv(all_tiles, tiles)
     _indexer_scores_cached_fwd_kernel[(B * row_blocks * spans,)](
         q_BQXY.contiguous(), weight_BQX.contiguous(), pool, pool.view(torch.int32), table_BS.contiguous(),
         visible_BQ.contiguous(), None if block_BQC is None else block_BQC.contiguous(), out, Q, S, count,
         row_blocks, spans, tiles, X=X, SIZE=size, ROWS=rows, KEYS=keys, STAGES=config["num_stages"],
-        num_warps=config["num_warps"])
+        num_warps=config["num_warps"], maxnreg=config["maxnreg"])
     return out
 
 
