@@ -317,9 +317,9 @@ def _mla_attend_cached_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_byte_
                     QUANTUM)
     else:
         at = (token * splits + split) * A + head
-        one = (head < A) & (part == 0)  # parts add scores in another order, and differ in the last bits
-        tl.store(stat_ptr + 2 * at, top, one)
-        tl.store(stat_ptr + 2 * at + 1, total, one)
+        if part == 0:  # the other adds scores in another order, and differs in the last bits
+            tl.store(stat_ptr + 2 * at, top, head < A)
+            tl.store(stat_ptr + 2 * at + 1, total, head < A)
         _store_sums(a, b, sum_ptr, at, head, first + pair, A, WIDTH)
         if PARTS == 1:
             _store_sums(c, d, sum_ptr, at, head, rest + pair, A, WIDTH)
