@@ -1,7 +1,7 @@
 """RMSNorm in one pass: a row is read once, held in registers, and everything that belongs to it is written.
 
 Tiling
-    One program holds ROWS rows, each as two pieces of a power of two, 5120 = 4096 + 1024, so that no lane
+    A program holds ROWS rows at a time, each as two pieces of a power of two, 5120 = 4096 + 1024, so that no lane
     idles at the widths of the model.  Up to 1,024 channels a warp has rows of its own and sums by shuffles.
 
         lanes    0 .. 31 | 0 .. 31 | ...      8 channels (16 bytes of bfloat16) each, then the next 256
@@ -48,13 +48,21 @@ from dskit.kernels.common import (
     up_to,
 )
 
-# elements of a call -> channels of a lane, and whether the gain is read before the sum of squares.
-# Interpreted, programs cost most.
-CONFIGS = {1 << 19: {"lane": 8, "early": True}, 1 << 22: {"lane": 16, "early": True},
-           1 << 62: {"lane": 32, "early": False}}
-if common.INTERPRET:
-    CONFIGS = {1 << 62: {"lane": 32, "early": False}}
-LANES = tuple({"lane": lane, "early": early} for lane in (8, 16, 32, 64) for early in (True, False))
+
+def _config(lane: int, early: bool, resident: int = 1 << 20, stages: int = 1) -> dict[str, int]:
+    """Channels of a lane; whether the gain is read before the rows, once for all of them; programs per
+    multiprocessor; stages of the loop over rows.
+    """
+    return {"lane": lane, "early": early, "resident": resident, "stages": stages}
+
+
+CONFIGS = {1 << 19: _config(8, True), 1 << 22: _config(16, True), 1 << 62: _config(32, False)}  # by elements
+if common.INTERPRET:  # programs cost most
+    CONFIGS = {1 << 62: _config(32, False)}
+LANES = (*(_config(lane, early) for lane in (8, 16, 32) for early in (True, False)), _config(64, False),
+         *(_config(*sizes) for sizes in (
+             (8, True, 2, 3), (16, True, 2, 4), (16, True, 4, 2), (16, True, 4, 3), (32, True, 4, 3),
+             (32, True, 6, 2), (32, False, 8, 2))))
 CANDIDATES = {"norm.rms": LANES, "norm.add_rms": LANES, "norm.rms_quantize": LANES}
 BACKWARD = 16  # elements per lane of the backward pass, which holds four values of each; not yet measured
 RESIDENT = 16 if not common.INTERPRET else 1  # its warps on a multiprocessor; few, so that loops are walked
@@ -105,24 +113,26 @@ def _write(y, y_ptr, q_ptr, row, rows, WIDTH: tl.constexpr, FIRST: tl.constexpr,
 @triton.jit
 def _norm_fwd_kernel(x_ptr, stride_x, residual_ptr, stride_residual, gain_ptr, total_ptr, y_ptr, q_ptr, rows,
                      eps, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
-                     EARLY: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+                     EARLY: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr):
     if EARLY:  # few programs: ask for the gain before anything has to be waited for
         gain = _gain(gain_ptr, WIDTH, 0, MAIN)
         gain2 = _gain(gain_ptr, WIDTH, MAIN, REST) if REST else 0.0
-    x, square = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH, 0, MAIN)
-    if REST:
-        x2, square2 = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH, MAIN,
-                            REST)
-        square += square2
-    scale = tl.rsqrt(square / WIDTH + eps)
-    if not EARLY:  # many programs hide the wait: keep the registers
-        gain = _gain(gain_ptr, WIDTH, 0, MAIN)
-    _write(x * scale * gain, y_ptr, q_ptr, row, rows, WIDTH, 0, MAIN, ROWS, KIND, GROUP)
-    if REST:
-        if not EARLY:
-            gain2 = _gain(gain_ptr, WIDTH, MAIN, REST)
-        _write(x2 * scale * gain2, y_ptr, q_ptr, row, rows, WIDTH, MAIN, REST, ROWS, KIND, GROUP)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        x, square = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH, 0,
+                          MAIN)
+        if REST:
+            x2, square2 = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH,
+                                MAIN, REST)
+            square += square2
+        scale = tl.rsqrt(square / WIDTH + eps)
+        if not EARLY:  # many programs hide the wait: keep the registers
+            gain = _gain(gain_ptr, WIDTH, 0, MAIN)
+        _write(x * scale * gain, y_ptr, q_ptr, row, rows, WIDTH, 0, MAIN, ROWS, KIND, GROUP)
+        if REST:
+            if not EARLY:
+                gain2 = _gain(gain_ptr, WIDTH, MAIN, REST)
+            _write(x2 * scale * gain2, y_ptr, q_ptr, row, rows, WIDTH, MAIN, REST, ROWS, KIND, GROUP)
 
 
 @triton.jit
@@ -211,10 +221,11 @@ def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float
         name = "norm.add_rms" if residual is not None else "norm.rms_quantize" if fmt else "norm.rms"
         config = tuned(name, (rows, width), up_to(CONFIGS, x.numel()))
         tile = _tile(width, config["lane"], group)
-        _norm_fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
+        programs = min(cdiv(rows, tile["ROWS"]), config["resident"] * common.processors(x))
+        _norm_fwd_kernel[(programs,)](
             x_TD, x_TD.stride(0), add_TD, 0 if add_TD is None else add_TD.stride(0),
             None if gain is None else gain.contiguous(), total, y, q, rows, eps, width, EARLY=config["early"],
-            KIND=kind, GROUP=group, **tile)
+            KIND=kind, GROUP=group, STAGES=config["stages"], **tile)
     return total, y, q
 
 
