@@ -1,8 +1,9 @@
 """RMSNorm in one pass: a row is read once, held in registers, and everything that belongs to it is written.
 
 Tiling
-    A program holds ROWS rows at a time, each as two pieces of a power of two, 5120 = 4096 + 1024, so that no lane
-    idles at the widths of the model.  Up to 1,024 channels a warp has rows of its own and sums by shuffles.
+    A program holds ROWS rows at a time, each as two pieces of a power of two, 5120 = 4096 + 1024, so that no
+    lane idles at the widths of the model.  Up to 1,024 channels a warp has rows of its own and sums by
+    shuffles.
 
         lanes    0 .. 31 | 0 .. 31 | ...      8 channels (16 bytes of bfloat16) each, then the next 256
         MAIN     ████████████████████████     REST ██████
