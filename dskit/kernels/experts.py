@@ -95,7 +95,7 @@ def _eight(tokens: int, features: int, warps: int, stages: int, windows: int) ->
 CONFIGS = {0: _config(16, 64, 256, 4, 4), 10: _config(16, 128, 128, 4, 4), 24: _config(32, 128, 128, 4, 4),
            96: _config(64, 128, 128, 4, 3), 1 << 62: _config(128, 128, 128, 8, 3)}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*CONFIGS.values(), _config(16, 256, 128, 8, 4), _config(64, 256, 128, 8, 4),
+TRIED = (_config(16, 128, 128, 4, 4), _config(64, 256, 128, 8, 4),
          *(_eight(8, *more, 2) for more in ((64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 8, 3))),
          *(_eight(16, *more) for more in ((64, 4, 4, 1), (64, 4, 5, 1), (128, 8, 3, 1), (64, 4, 4, 2))),
          *(_eight(*more, 1) for more in ((32, 128, 8, 3), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 8, 4))))
@@ -264,6 +264,7 @@ def _by_codes(x_ptr, xs_ptr, w_ptr, s_ptr, feature, token, inside, K: tl.constex
     """
     ROWS: tl.constexpr = feature.shape[0]
     WIDTH: tl.constexpr = token.shape[0]
+    token = tl.where(inside, token, 0)  # whose scale is as good as any beside numbers that are zero
     column = (token.to(tl.int64)[None, :] * WINDOWS + tl.arange(0, WINDOWS)[:, None]).reshape(WINDOWS * WIDTH)
     inside = inside[None, :].broadcast_to(WINDOWS, WIDTH).reshape(WINDOWS * WIDTH)
     shrink = tl.where(column % WINDOWS == 1, 3.814697265625e-06, 1.0)  # 2^-18
@@ -280,7 +281,7 @@ def _by_codes(x_ptr, xs_ptr, w_ptr, s_ptr, feature, token, inside, K: tl.constex
             shift = tl.load(s_step + step * (STEP8 // 32)).to(tl.int32) - (top - SPAN)[:, None]
             shift = shift[:, :, None].broadcast_to(ROWS, STEP8 // 32, 4).reshape(ROWS, STEP8 // 8)
             x = tl.load(x_row + step * STEP8, mask=inside[None, :], other=0.0)
-            scale = tl.load(xs_row + step, mask=inside, other=0.0) * shrink
+            scale = tl.load(xs_row + step) * shrink
             part = dot(_lifted_operand(words, shift), x, tl.zeros_like(acc))
             acc += part * scale[None, :]
     else:
@@ -288,7 +289,7 @@ def _by_codes(x_ptr, xs_ptr, w_ptr, s_ptr, feature, token, inside, K: tl.constex
         for step in range(K // STEP8):
             all_words = tl.load(w_row + step * (STEP8 // 8))
             x = tl.load(x_row + step * STEP8, mask=inside[None, :], other=0.0)
-            scale = tl.load(xs_row + step, mask=inside, other=0.0) * shrink
+            scale = tl.load(xs_row + step) * shrink
             for g in range(STEP8 // 32):
                 words = tl.where((group == g)[None, :], all_words, 0)
                 part = dot(_lifted_operand(words, words & 0), x, tl.zeros_like(acc))
