@@ -248,7 +248,8 @@ class Numerics:
             dtype, default = torch.float32, torch.float32
         else:
             dtype, default = torch.bfloat16, torch.bfloat16 if on_gpu else torch.float32
-        halved = name == "release" and compute is None and not batch_invariant
+        one_row = not config.num_nextn_predict_layers  # a draft has several rows judged at once
+        halved = name == "release" and compute is None and not batch_invariant and one_row
         return cls(name, dtype, compute or default, f"fp8_{config.activation_group}",
                    "fp8_32" if config.is_v41 else "fp8_64", 16 if batch_invariant else None,
                    torch.bfloat16 if halved else compute or default)
