@@ -84,26 +84,25 @@ PLAIN = PROJECT | {256: _codes(64, 128, 2, 4, 4)}
 CODED = {64: _codes(64, 64, 3, 4, 4), 256: _codes(64, 128, 2, 4, 4), 1 << 62: RESTORED}
 SPANS = {1 << 62: _codes(128, 128, 1, 8, 4, tall=2)}  # a scale for 128 channels: fewer sums are under way
 FEW = (_numbers(16, 64, 128, 4, 4, 4), _numbers(16, 64, 128, 2, 4, 6), _numbers(32, 64, 128, 3, 4, 4),
-       _numbers(64, 64, 128, 3, 4, 3), _numbers(64, 64, 64, 4, 4, 5), _numbers(128, 128, 64, 1, 8, 4),
-       _numbers(64, 128, 64, 2, 4, 4, turned=0), _numbers(64, 256, 64, 1, 8, 5, turned=0),
-       _numbers(128, 64, 64, 2, 8, 4, turned=0), _numbers(128, 128, 64, 1, 8, 5, turned=0),
-       _numbers(128, 128, 64, 2, 8, 4, turned=0), _numbers(128, 128, 128, 1, 8, 3, turned=0),
-       _numbers(128, 256, 64, 1, 8, 4, turned=0))
-WIDE = (RESTORED, _numbers(256, 128, 64, 1, 8, 3), _numbers(128, 128, 64, 1, 4, 3, turned=0),
-        _numbers(128, 256, 64, 1, 8, 3, turned=0), _numbers(128, 128, 64, 1, 8, 4, turned=0))
+       _numbers(64, 64, 128, 3, 4, 3), _numbers(64, 64, 64, 4, 4, 5),
+       *(_numbers(*each, turned=0) for each in ((64, 128, 64, 2, 4, 4), (64, 256, 64, 1, 8, 5),
+                                                (128, 64, 64, 2, 8, 4), (128, 128, 64, 1, 8, 5),
+                                                (128, 128, 64, 2, 8, 4), (128, 128, 128, 1, 8, 3),
+                                                (128, 256, 64, 1, 8, 4))))
+WIDE = (RESTORED, _numbers(128, 128, 64, 1, 4, 3, turned=0), _numbers(128, 256, 64, 1, 8, 3, turned=0),
+        _numbers(128, 128, 64, 1, 8, 4, turned=0))
 CANDIDATES = {
     "gemm.fp8/few": (*FEW, _codes(16, 64, 4, 4, 5, turned=1), _codes(16, 128, 2, 4, 6, turned=1),
                      _codes(32, 64, 4, 4, 5, turned=1), _codes(32, 128, 2, 4, 6, turned=1),
                      _codes(64, 64, 3, 4, 4, turned=1), _codes(64, 64, 3, 4, 4), _codes(64, 64, 1, 4, 6),
-                     _codes(64, 128, 2, 4, 4), _codes(128, 64, 1, 4, 4), _codes(128, 64, 1, 8, 4),
-                     _codes(128, 64, 2, 8, 4), _codes(128, 128, 1, 8, 4)),
+                     _codes(64, 128, 2, 4, 4), _codes(128, 64, 1, 8, 4), _codes(128, 64, 2, 8, 4),
+                     _codes(128, 128, 1, 8, 4)),
     "gemm.fp8/many": (*WIDE, _codes(128, 128, 1, 8, 4), _codes(64, 128, 1, 4, 3),
                       _codes(128, 64, 1, 8, 4, 2)),
     "gemm.fp8/spans": (_codes(128, 128, 1, 8, 4, 2), _codes(128, 128, 1, 8, 3, 2),
                        _codes(128, 128, 1, 8, 4, 2, 1), _codes(128, 128, 1, 8, 4),
                        _codes(128, 128, 1, 8, 4, 1, 1), _codes(64, 128, 1, 4, 3),
-                       _codes(64, 128, 1, 4, 4, 1, 1), _codes(128, 64, 1, 8, 4, 2, 1),
-                       _codes(64, 256, 1, 4, 3), RESTORED),
+                       _codes(64, 128, 1, 4, 4, 1, 1), _codes(128, 64, 1, 8, 4, 2, 1), RESTORED),
     "gemm.project/few": FEW, "gemm.project/many": WIDE}
 MANY = 256  # rows beyond which a product is bound by arithmetic
 BAND = tl.constexpr(8)  # tiles of rows that are walked side by side, so that weights stay in the L2
