@@ -68,7 +68,7 @@ from dskit.kernels.common import (
 # lane knows that none of its pairs turn, the compiler leaves that out.
 CONFIGS = {4096: {"pairs": 256, "num_warps": 1}, 1 << 62: {"pairs": 512, "num_warps": 1}}
 PAIRS = tuple({"pairs": pairs, "num_warps": warps} for pairs, warps in
-              ((128, 1), (256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)))
+              ((128, 1), (256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8)))
 CANDIDATES = {"cache.ready": PAIRS, "cache.write_": PAIRS, "cache.read": PAIRS}
 HELD = torch.uint8, torch.bfloat16, torch.float32
 
@@ -82,18 +82,17 @@ def _pairs(WIDE: tl.constexpr):
 
 
 @triton.jit
-def _normed(word, gain_ptr, pair, here, eps, PAIRS: tl.constexpr):
-    """RMSNorm of rows of bfloat16 pairs; the gain is read for each row, so that it lies as the rows do."""
+def _normed(word, gain, eps, PAIRS: tl.constexpr):
+    """RMSNorm of rows of bfloat16 pairs."""
     a, b = from_bf16_pair(word)
     scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1, keep_dims=True) / (2 * PAIRS) + eps)
-    gain_a, gain_b = from_fp32_pair(tl.load(gain_ptr + pair, here, other=0))
+    gain_a, gain_b = from_fp32_pair(gain)
     return bf16_pair(a * scale * gain_a, b * scale * gain_b)
 
 
 @triton.jit
-def _turned(word, turn_ptr, token, pair, here, FIRST: tl.constexpr, TURNS: tl.constexpr):
+def _turned(word, turn, pair, FIRST: tl.constexpr):
     """The last pairs of rows, each a complex number, times their turns."""
-    turn = tl.load(turn_ptr + token * TURNS + pair - FIRST, here & (pair >= FIRST), other=0)
     a, b = from_bf16_pair(word)
     c, s = from_fp32_pair(turn)
     return tl.where(pair >= FIRST, bf16_pair(a * c - b * s, a * s + b * c), word)
@@ -192,15 +191,22 @@ def _cache_write_fwd_kernel(v_ptr, stride_v, gain_ptr, turn_ptr, slot_ptr, half_
     real = row < rows
     here = real & (pair < WIDTH)
     word = tl.load(v_ptr + row * stride_v + pair, here, other=0).to(tl.uint32, bitcast=True)
-    if gain_ptr is not None:
-        word = _normed(word, gain_ptr, pair, here, eps, WIDTH)
-        if normed_ptr is not None:
-            tl.store(normed_ptr + row * WIDTH + pair, word.to(tl.int32, bitcast=True), here)
+    # whatever has to be read is asked for at once, before anything waits for the sum of squares
+    if gain_ptr is not None:  # for each row, so that it lies as the rows do
+        gain = tl.load(gain_ptr + pair, here, other=0)
     if turn_ptr is not None:
-        word = _turned(word, turn_ptr, row // HEADS, pair, here, WIDTH - TURNS, TURNS)
+        at = row // HEADS * TURNS + pair - (WIDTH - TURNS)
+        turn = tl.load(turn_ptr + at, here & (pair >= WIDTH - TURNS), other=0)
     to = row
     if slot_ptr is not None:
         to = tl.load(slot_ptr + row, real, other=-1)
+    if gain_ptr is not None:
+        word = _normed(word, gain, eps, WIDTH)
+        if normed_ptr is not None:
+            tl.store(normed_ptr + row * WIDTH + pair, word.to(tl.int32, bitcast=True), here)
+    if turn_ptr is not None:
+        word = _turned(word, turn, pair, WIDTH - TURNS)
+    if slot_ptr is not None:
         real &= to >= 0
     scale, factor = _scales(word, pair, CODED, KIND, GROUP)
     if word_ptr is None:
