@@ -23,7 +23,7 @@ test: ## the tests, set-up included (under nine minutes on two cores, set-up apa
 	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) && $(BIN)/python -m pytest $(ALONE)
 
 test-all: ## every property at its full count
-	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -m "not gpu and not soak" --timeout 1800
+	@$(INSTALL) dev --browser && $(BIN)/python -m pytest -m "not gpu and not soak" --timeout 1800 -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE)) && $(BIN)/python -m pytest -m "not gpu and not soak" --timeout 1800 $(ALONE)
 
 test-gpu: ## the tests that need an NVIDIA GPU, and those of the kernels compiled for it
 	@$(INSTALL) dev && $(BIN)/python -m pytest -m gpu && $(BIN)/python -m pytest tests/kernels tests/ops
