@@ -90,7 +90,7 @@ FEW = (_numbers(16, 64, 128, 4, 4, 4), _numbers(16, 64, 128, 2, 4, 6), _numbers(
                                                 (128, 128, 64, 2, 8, 4), (128, 128, 128, 1, 8, 3),
                                                 (128, 256, 64, 1, 8, 4))))
 WIDE = (RESTORED, _numbers(128, 128, 64, 1, 4, 3, turned=0), _numbers(128, 256, 64, 1, 8, 3, turned=0),
-        _numbers(128, 128, 64, 1, 8, 4, turned=0))
+        _numbers(256, 128, 64, 1, 8, 3, turned=0), _numbers(128, 128, 64, 1, 8, 4, turned=0))
 CANDIDATES = {
     "gemm.fp8/few": (*FEW, _codes(16, 64, 4, 4, 5, turned=1), _codes(16, 128, 2, 4, 6, turned=1),
                      _codes(32, 64, 4, 4, 5, turned=1), _codes(32, 128, 2, 4, 6, turned=1),
