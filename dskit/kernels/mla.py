@@ -12,9 +12,10 @@ Tiling
     nothing is ever interleaved.  Queries are rotated as they are loaded and outputs rotated back, and where
     asked quantised, before they are stored.
 
-    Few rows share out their tiles over several programs, whose parts a second kernel joins.  With PARTS = 2
-    two programs of a row each sum half of the channels, after scores over all: their accumulators are small
-    enough for two programs to be at work on a multiprocessor, one reading while the other multiplies.
+    Few rows share out their tiles over several programs, whose parts a second kernel joins.  A program has
+    two groups of four warps: sums of 64 heads of 512 channels fill half of their registers, so queries lie in
+    shared memory.  Each group scores half of a tile's entries and sums half of the channels.  Where
+    the loop has stages enough, the next tile's bytes arrive meanwhile.
 
 Shapes
     q [T, A, H] of bfloat16, turn complex64 [T, pairs], caches uint8 [S, nbytes] or bfloat16 [S, H], rows to
@@ -58,6 +59,7 @@ from dskit.kernels.common import (
     processors,
     refuse,
     require,
+    rounded_bf16,
     scale_fp8,
     scale_value,
     to_bf16,
@@ -66,18 +68,15 @@ from dskit.kernels.common import (
 )
 
 
-def _config(block: int, parts: int, warps: int, stages: int) -> dict[str, int]:
-    return {"BLOCK": block, "PARTS": parts, "num_warps": warps, "num_stages": stages}
+def _config(block: int, warps: int, stages: int) -> dict[str, int]:
+    return {"BLOCK": block, "num_warps": warps, "num_stages": stages}
 
 
-# by rows of a call; not yet measured.  Two programs of four warps fit on a multiprocessor, one of eight does
-CONFIGS = {1 << 62: _config(32, 2, 4, 2)}
-TAILED = {1 << 62: _config(32, 2, 4, 1)}  # words of bfloat16 channels would be staged at the width of a row
-CANDIDATES = {"mla.attend_cached": (_config(32, 2, 4, 1), _config(32, 2, 4, 2), _config(32, 2, 4, 3),
-                                    _config(16, 2, 4, 1), _config(16, 2, 4, 3), _config(64, 2, 8, 1),
-                                    _config(32, 1, 8, 1), _config(32, 1, 8, 3), _config(64, 1, 8, 1),
-                                    _config(64, 1, 8, 2), _config(64, 1, 8, 3))}
-AT_ONCE = 8  # warps that accumulators of 64 heads leave room for on a multiprocessor
+# by rows of a call; not yet measured.  Up to four stages only indices arrive ahead, from five on rows do
+CONFIGS = {1 << 62: _config(64, 8, 5)}
+TAILED = {1 << 62: _config(32, 8, 1)}  # words of bfloat16 channels would be staged at the width of a row
+CANDIDATES = {"mla.attend_cached": (_config(64, 8, 1), _config(64, 8, 3), _config(64, 8, 5),
+                                    _config(32, 8, 1), _config(32, 8, 5), _config(32, 8, 7))}
 MOST_HEADS = 64  # of one program
 MOST_SPLITS = 32
 JOINED_HEADS = 4  # heads that one program joins
@@ -141,8 +140,17 @@ def _e2m1_times(byte, scale, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _pairs(code_ptr, byte_ptr, word_ptr, row, first, FORM: tl.constexpr, WIDE: tl.constexpr):
-    """WIDE pairs of rows [N, 1] of a cache from pair `first` on, as two bfloat16 tiles; -1 gives zeros."""
+def _load(at, real, MASKED: tl.constexpr):
+    """Loads where rows fill their tile go without masks, each of which is a comparison."""
+    if MASKED:
+        return tl.load(at, real, other=0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _pairs(code_ptr, byte_ptr, word_ptr, row, FORM: tl.constexpr, WIDE: tl.constexpr):
+    """The pairs of rows [N, 1] of a cache as two bfloat16 tiles [N, WIDE]."""
     KIND: tl.constexpr = FORM[0]
     GROUP: tl.constexpr = FORM[1]
     CODED: tl.constexpr = FORM[2]
@@ -150,29 +158,26 @@ def _pairs(code_ptr, byte_ptr, word_ptr, row, first, FORM: tl.constexpr, WIDE: t
     SCALES: tl.constexpr = FORM[4]
     SCALES_AT: tl.constexpr = FORM[5]
     NBYTES: tl.constexpr = FORM[6]
-    real, pair = row >= 0, first + tl.arange(0, WIDE)[None, :]
-    row, coded, present = tl.maximum(row, 0), real, real
-    if CODED < 2 * WIDE:  # a comparison less for each load where a row fills its tiles
-        coded, present = real & (pair < CODED), real & (pair < WIDTH)
+    pair = tl.arange(0, WIDE)[None, :]
     if KIND == "bf16":
-        word = tl.load(word_ptr + row * WIDTH + pair, present, other=0)
+        word = _load(word_ptr + row * WIDTH + pair, pair < WIDTH, WIDTH < WIDE)
         a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
         a, b = to_bf16(a), to_bf16(b)
     else:
-        group = first // GROUP + tl.arange(0, WIDE // GROUP)[None, :]
-        scale = tl.load(byte_ptr + row * NBYTES + SCALES_AT + group, real & (group < SCALES), other=0)
+        group = tl.arange(0, WIDE // GROUP)[None, :]
+        scale = _load(byte_ptr + row * NBYTES + SCALES_AT + group, group < SCALES, SCALES < WIDE // GROUP)
         scale = scale_value(scale, KIND)
         if KIND == "fp4_16":
-            byte = tl.load(code_ptr + row * NBYTES + pair, coded, other=0)
+            byte = _load(code_ptr + row * NBYTES + pair, pair < CODED, CODED < WIDE)
             a, b = _e2m1_times(byte, scale, GROUP)
         else:
-            code = tl.load(code_ptr + row * (NBYTES // 2) + pair, coded, other=0)
+            code = _load(code_ptr + row * (NBYTES // 2) + pair, pair < CODED, CODED < WIDE)
             a, b = from_e4m3_pair(code.to(tl.uint16, bitcast=True))
             scale = _spread(scale, GROUP)
             a, b = a * scale, b * scale
             if CODED < WIDTH:
                 at = word_ptr + row * (NBYTES // 4) + pair - CODED // 2
-                tail = tl.load(at, present & (pair >= CODED), other=0)
+                tail = tl.load(at, (pair >= CODED) & (pair < WIDTH), other=0)
                 tail_a, tail_b = from_bf16_pair(tail.to(tl.uint32, bitcast=True))
                 a, b = tl.where(pair < CODED, a, tail_a), tl.where(pair < CODED, b, tail_b)
             a, b = to_bf16(a), to_bf16(b)
@@ -198,14 +203,23 @@ def _turns(turn_ptr, token, pair, WIDTH: tl.constexpr, TURNS: tl.constexpr):
 
 
 @triton.jit
-def _query(q_ptr, turn_ptr, token, head, first, A: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr,
-           WIDE: tl.constexpr):
-    """WIDE rotated pairs of a row's queries as two bfloat16 tiles [heads, WIDE]."""
-    head, pair = head[:, None], first + tl.arange(0, WIDE)[None, :]
-    word = tl.load(q_ptr + (token * A + head) * WIDTH + pair, (head < A) & (pair < WIDTH), other=0)
+def _query(q_ptr, turn_ptr, plane_ptr, token, head, pair, A: tl.constexpr, WIDTH: tl.constexpr,
+           TURNS: tl.constexpr):
+    """A row's rotated queries as two bfloat16 tiles [heads, pairs].
+
+    They pass through the row's place in the output: what is loaded is an operand in shared memory, what was
+    computed would fill half of the registers.
+    """
+    word_at = (token * A + head[:, None]) * WIDTH + pair[None, :]
+    real = (head < A)[:, None] & (pair < WIDTH)[None, :]
+    word = tl.load(q_ptr + word_at, real, other=0)
     a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
-    turned, c, s = _turns(turn_ptr, token, pair, WIDTH, TURNS)
-    return (to_bf16(tl.where(turned, a * c - b * s, a)), to_bf16(tl.where(turned, a * s + b * c, b)))
+    turned, c, s = _turns(turn_ptr, token, pair[None, :], WIDTH, TURNS)
+    to = plane_ptr + 2 * (token * A + head[:, None]) * WIDTH + pair[None, :]
+    tl.store(to, to_bf16(tl.where(turned, a * c - b * s, a)), real)
+    tl.store(to + WIDTH, to_bf16(tl.where(turned, a * s + b * c, b)), real)
+    tl.debug_barrier()
+    return tl.load(to, real, other=0.0), tl.load(to + WIDTH, real, other=0.0)
 
 
 @triton.jit
@@ -239,35 +253,29 @@ def _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A:
 # ---- attention ---------------------------------------------------------------------------------------------
 
 @triton.jit
-def _attend(qa, qb, qc, qd, top, total, sum_a, sum_b, sum_c, sum_d, code_ptr, byte_ptr, word_ptr, index_ptr,
-            begin, end, count, first, rest, scale, FORM: tl.constexpr, WIDE: tl.constexpr,
-            PARTS: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
-    """Go on with a softmax over the indices begin .. end: its maximum, its sum and the sums of values.
-
-    a, b: of the pairs from `first` on; c, d: of the other half, from `rest` on, whose values are another
-    program's to sum where there are two PARTS.
-    """
+def _attend(qa, qb, top, total, sum_a, sum_b, code_ptr, byte_ptr, word_ptr, index_ptr, begin, end, count,
+            scale, FORM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr):
+    """Go on with a softmax over the indices begin .. end: its maximum, its sum and the sums of values."""
     low, high = _ends(index_ptr, count, ENDS)
+    some = tl.load(index_ptr + low, low < count, other=0)  # is read in place of -1: a load without a mask
     begin, end = tl.maximum(begin, low // BLOCK * BLOCK), tl.minimum(end, high)
     for start in tl.range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         row = tl.load(index_ptr + at, at < end, other=-1)
-        c, d = _pairs(code_ptr, byte_ptr, word_ptr, row[:, None], rest, FORM, WIDE)
-        z = dot(qc, tl.trans(c), tl.zeros([qc.shape[0], BLOCK], tl.float32))
-        z = dot(qd, tl.trans(d), z)
-        a, b = _pairs(code_ptr, byte_ptr, word_ptr, row[:, None], first, FORM, WIDE)
-        z = dot(qa, tl.trans(a), z)
-        z = dot(qb, tl.trans(b), z)
-        z = tl.where((row >= 0)[None, :], z, float("-inf"))
-        new = tl.maximum(top, tl.max(z, axis=1) * scale)
-        fade, p = tl.exp2(top - new), tl.exp2(z * scale - new[:, None])
-        top, total, p = new, total * fade + tl.sum(p, axis=1), to_bf16(p)
+        a, b = _pairs(code_ptr, byte_ptr, word_ptr, tl.where(row < 0, some, row)[:, None], FORM, WIDE)
+        z = tl.zeros([qa.shape[0], BLOCK], tl.float32)
+        p, fade = to_bf16(z), tl.zeros_like(top)
+        if start < end:  # always, as is the next: what leaves a branch is no chain of products, for which two
+            z = dot(qa, tl.trans(a), z)  # groups of four warps would both take all of the entries
+        if start < high:
+            z = dot(qb, tl.trans(b), z)
+            z = tl.where((row >= 0)[None, :], z, float("-inf"))
+            new = tl.maximum(top, tl.max(z, axis=1) * scale)
+            fade, weight = tl.exp2(top - new), rounded_bf16(tl.exp2(z * scale - new[:, None]))
+            top, total, p = new, total * fade + tl.sum(weight, axis=1), to_bf16(weight)
         sum_a = dot(p, a, sum_a * fade[:, None])
         sum_b = dot(p, b, sum_b * fade[:, None])
-        if PARTS == 1:
-            sum_c = dot(p, c, sum_c * fade[:, None])
-            sum_d = dot(p, d, sum_d * fade[:, None])
-    return top, total, sum_a, sum_b, sum_c, sum_d
+    return top, total, sum_a, sum_b
 
 
 @triton.jit
@@ -282,47 +290,35 @@ def _store_sums(a, b, sum_ptr, at, head, pair, A: tl.constexpr, WIDTH: tl.conste
 @triton.jit
 def _mla_attend_cached_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_byte_ptr, window_word_ptr,
                                   read_ptr, entry_code_ptr, entry_byte_ptr, entry_word_ptr, chosen_ptr,
-                                  sink_ptr, out_ptr, sum_ptr, stat_ptr, W, K, splits, per, scale,
+                                  sink_ptr, out_ptr, plane_ptr, sum_ptr, stat_ptr, W, K, splits, per, scale,
                                   WINDOW: tl.constexpr, ENTRY: tl.constexpr, A: tl.constexpr,
                                   HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr,
                                   QUANTUM: tl.constexpr, WIDE: tl.constexpr, WINDOW_ENDS: tl.constexpr,
-                                  ENTRY_ENDS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+                                  ENTRY_ENDS: tl.constexpr, BLOCK: tl.constexpr):
     GROUPS: tl.constexpr = (A + HEADS - 1) // HEADS
-    part, program = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-    group, program = program % GROUPS, program // GROUPS
+    group, program = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     split, token = program % splits, (program // splits).to(tl.int64)
-    first, rest = part * WIDE, (1 - part) * WIDE
     head, pair = group * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDE)
-    qa, qb = _query(q_ptr, turn_ptr, token, head, first, A, WIDTH, TURNS, WIDE)
-    qc, qd = _query(q_ptr, turn_ptr, token, head, rest, A, WIDTH, TURNS, WIDE)
+    qa, qb = _query(q_ptr, turn_ptr, plane_ptr, token, head, pair, A, WIDTH, TURNS)
     top, total = tl.full([HEADS], FLOOR, tl.float32), tl.zeros([HEADS], tl.float32)
     a, b = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
-    c, d = tl.zeros([HEADS, WIDE], tl.float32), tl.zeros([HEADS, WIDE], tl.float32)
     begin = split * per * BLOCK  # in tiles of the window, then of the entries
-    top, total, a, b, c, d = _attend(
-        qa, qb, qc, qd, top, total, a, b, c, d, window_code_ptr, window_byte_ptr, window_word_ptr,
-        read_ptr + token * W, begin, tl.minimum(begin + per * BLOCK, W), W, first, rest, scale, WINDOW, WIDE,
-        PARTS, BLOCK, WINDOW_ENDS)
+    top, total, a, b = _attend(
+        qa, qb, top, total, a, b, window_code_ptr, window_byte_ptr, window_word_ptr, read_ptr + token * W,
+        begin, tl.minimum(begin + per * BLOCK, W), W, scale, WINDOW, WIDE, BLOCK, WINDOW_ENDS)
     if chosen_ptr is not None:
         begin -= (W + BLOCK - 1) // BLOCK * BLOCK
-        top, total, a, b, c, d = _attend(
-            qa, qb, qc, qd, top, total, a, b, c, d, entry_code_ptr, entry_byte_ptr, entry_word_ptr,
-            chosen_ptr + token * K, tl.maximum(begin, 0), tl.minimum(begin + per * BLOCK, K), K, first, rest,
-            scale, ENTRY, WIDE, PARTS, BLOCK, ENTRY_ENDS)
+        top, total, a, b = _attend(
+            qa, qb, top, total, a, b, entry_code_ptr, entry_byte_ptr, entry_word_ptr, chosen_ptr + token * K,
+            tl.maximum(begin, 0), tl.minimum(begin + per * BLOCK, K), K, scale, ENTRY, WIDE, BLOCK,
+            ENTRY_ENDS)
     if sum_ptr is None:
-        _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, first + pair, A, WIDTH, TURNS,
-                QUANTUM)
-        if PARTS == 1:
-            _finish(c, d, top, total, sink_ptr, turn_ptr, out_ptr, token, head, rest + pair, A, WIDTH, TURNS,
-                    QUANTUM)
+        _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A, WIDTH, TURNS, QUANTUM)
     else:
         at = (token * splits + split) * A + head
-        if part == 0:  # the other adds scores in another order, and differs in the last bits
-            tl.store(stat_ptr + 2 * at, top, head < A)
-            tl.store(stat_ptr + 2 * at + 1, total, head < A)
-        _store_sums(a, b, sum_ptr, at, head, first + pair, A, WIDTH)
-        if PARTS == 1:
-            _store_sums(c, d, sum_ptr, at, head, rest + pair, A, WIDTH)
+        tl.store(stat_ptr + 2 * at, top, head < A)
+        tl.store(stat_ptr + 2 * at + 1, total, head < A)
+        _store_sums(a, b, sum_ptr, at, head, pair, A, WIDTH)
 
 
 @triton.jit
@@ -427,12 +423,12 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     config = up_to(TAILED if window_form[2] < window_form[3] else CONFIGS, T)
     if not steady:
         config = tuned("mla.attend_cached", (T, W, K, A, H, window_form[-1], entry_form[-1]), config)
-    block, parts = config["BLOCK"], config["PARTS"]
+    block = config["BLOCK"]
     quantum = common.layout(fmt)[1] // 2 if fmt else 0
-    half = max(16, window_form[1], entry_form[1], quantum, pow2(H // 2) // 2)  # pairs: whole groups
+    wide = max(16, window_form[1], entry_form[1], quantum, pow2(H // 2))  # pairs: whole groups
     heads = min(MOST_HEADS, max(16, pow2(A)))
-    programs = T * cdiv(A, heads) * parts
-    free = 0 if steady else processors(q_TAH) * AT_ONCE // config["num_warps"]
+    programs = T * cdiv(A, heads)
+    free = 0 if steady else processors(q_TAH)
     splits, per = _splits(programs, cdiv(W, block) + cdiv(K, block), free)
     sizes = {"A": A, "WIDTH": H // 2, "TURNS": turn_T.shape[1], "QUANTUM": quantum}
     turn = torch.view_as_real(turn_T.resolve_conj().contiguous()).view(torch.int64)
@@ -444,10 +440,10 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     _mla_attend_cached_fwd_kernel[(programs * splits,)](
         q_TAH.contiguous().view(torch.int32), turn, *_views(window_SH, window_form), read_TW.contiguous(),
         *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK.contiguous() if K else None,
-        sink, out_words, sums, stats, W, K, splits, per, H**-0.5 * LOG2E.value, window_form, entry_form,
-        HEADS=heads, WIDE=half, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes, **config)
+        sink, out_words, out, sums, stats, W, K, splits, per, H**-0.5 * LOG2E.value, window_form, entry_form,
+        HEADS=heads, WIDE=wide, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes, **config)
     if splits > 1:
         heads = min(JOINED_HEADS, pow2(A))
         _mla_join_fwd_kernel[(T * cdiv(A, heads),)](sums, stats, turn, sink, out_words, splits, HEADS=heads,
-                                                   WIDE=2 * half, num_warps=4, **sizes)
+                                                   WIDE=wide, num_warps=4, **sizes)
     return out
