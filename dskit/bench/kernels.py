@@ -199,17 +199,18 @@ def launch() -> float | None:
     return timing.launch_us(timing.Device())
 
 
-def warm_up(jobs: list[Record], options: worker.Options, end: float) -> list[str]:
-    """Run everything once, as many calls at a time as there are cores; returns what has run.
+def warm_up(jobs: list[Record], options: worker.Options, end: float) -> dict[str, str | None]:
+    """Run everything once, as many calls at a time as there are cores; what has run, and why others failed.
 
     Libraries come first at two shapes of each op, since some of them compile for a minute.
     """
     own, early = [job | {"turn": "own"} for job in jobs], libraries(jobs)
     turns = [*early, *own, *(job for job in libraries(jobs, len(jobs)) if job not in early)]
     print(f"bench: compiling for {len(jobs)} calls, {pool.cores()} at a time", file=sys.stderr, flush=True)
-    ready = []
+    ready: dict[str, str | None] = {}
     for _, answer in pool.work(turns, replace(options, work="warm"), pool.cores(), end):
-        ready += [] if isinstance(answer, pool.Lost) else answer
+        for who, why in {} if isinstance(answer, pool.Lost) else answer.items():
+            ready[who] = why and ready.get(who, why)  # a peer that ran at one shape is ready
     return ready
 
 

@@ -63,12 +63,12 @@ class Peer:
         absent = [name for name in self.packages if importlib.util.find_spec(MODULES[name]) is None]
         return f"{', '.join(absent)} is not installed" if absent else None
 
-    def header(self, ready: list[str] | None = None) -> dict[str, Any]:
-        """Its part of a record, nothing measured yet; `ready`: op and name of those that may be timed."""
+    def header(self, ready: dict[str, str | None] | None = None) -> dict[str, Any]:
+        """Its part of a record, nothing measured yet; `ready`: why those that ran before may not be timed."""
         reason = self.missing()
         versions = None if reason else ", ".join(importlib.metadata.version(name) for name in self.packages)
-        if reason is None and ready is not None and f"{self.op} {self.name}" not in ready:
-            reason = "its first call failed, or did not end while there was time to compile"
+        if reason is None and ready is not None:
+            reason = ready.get(f"{self.op} {self.name}", "its first call did not end while there was time")
         return {"name": self.name, "version": versions, "note": self.note, "status": "not_measured",
                 "reason": reason, "us": None, "graph": None, "rel_rms": None}
 

@@ -66,7 +66,7 @@ class Options:
     replays: int = 20
     constants: str | None = None
     work: str = "measure"  # or "warm", "tune"
-    ready: list[str] | None = None  # what ran while compiling; None: nobody compiled before
+    ready: dict[str, str | None] | None = None  # what ran while compiling, or why not; None: nobody compiled
     every_edge: bool = True
 
 
@@ -166,7 +166,8 @@ def verdict(cases: Cases, results: tuple[Tensor, ...], oracle: tuple[Tensor, ...
     judged = list(map(judge, results, oracle, cases.classes))
     off = max(map(relative_rms, results, oracle), default=0.0)
     return {"class": cases.classes, "rel_rms": off if math.isfinite(off) else None,
-            "passed": all(one.passed for one in judged), "figure": "; ".join(one.figure for one in judged)}
+            "passed": all(one.passed for one in judged),
+            "figure": "; ".join(one.figure if one.passed else f"{one.figure}, {one.worst}" for one in judged)}
 
 
 @functools.cache
@@ -198,9 +199,9 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
     asked = peers.of(cases.op, options.peer)
     record["peers"] = [peer.header(options.ready) for peer in asked]
     runners = own(cases.op, implementation, options)
-    if options.compile and options.ready is not None and ran(cases.op, "compile", shape) not in options.ready:
+    if options.compile and (reason := unready(options.ready, ran(cases.op, "compile", shape))):
         del runners["compile"]
-        record["compile_reason"] = "it did not end while there was time to compile"
+        record["compile_reason"] = reason
     runners |= {peer.name: peer.prepare for peer, header in zip(asked, record["peers"], strict=True)
                 if not header["reason"]}
     results = outputs(implementation.function(*copy.deepcopy(args)))
@@ -290,8 +291,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield from tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def warm(job: Record, options: Options) -> list[str]:
-    """Run a job's kernel and references once, or its peers, as its `turn` says; gives who has run."""
+def warm(job: Record, options: Options) -> dict[str, str | None]:
+    """Run a job's kernel and references once, or its peers, as its `turn` says: why each failed, or None."""
     name, shape = job["op"], job["shape"]
     try:
         implementation = ops.find(name).implementation("triton")
@@ -301,9 +302,9 @@ def warm(job: Record, options: Options) -> list[str]:
         refused = timing.said(error)
     if refused:
         print(f"{name}: {refused}", file=sys.stderr)
-        return []
+        return {}
     turn = TURNS[job["turn"]](name, implementation, options)
-    return [ran(name, who, shape) for who, prepare in turn.items() if once(f"{name}, {who}", prepare, args)]
+    return {ran(name, who, shape): once(f"{name}, {who}", prepare, args) for who, prepare in turn.items()}
 
 
 def ran(name: str, who: str, shape: Shape) -> str:
@@ -319,16 +320,21 @@ def public(name: str, implementation: ops.Implementation, options: Options) -> d
 TURNS = {"own": own, "public": public}
 
 
-def once(what: str, prepare: Callable, args: tuple) -> bool:
-    """Run a call once; what fails will say so when it is timed."""
+def unready(ready: dict[str, str | None] | None, who: str) -> str | None:
+    """Why a contender that was to be compiled before is not to be timed, or None."""
+    return None if ready is None else ready.get(who, "it did not end while there was time to compile")
+
+
+def once(what: str, prepare: Callable, args: tuple) -> str | None:
+    """Run a call once; why it failed, or None."""
     try:
         with torch.no_grad(), ops.use("torch"):
             prepare(*copy.deepcopy(args))()
         torch.cuda.synchronize()
     except Exception as error:
         print(f"warming up {what}: {timing.said(error)}", file=sys.stderr)
-        return False
-    return True
+        return timing.said(error)
+    return None
 
 
 @functools.cache

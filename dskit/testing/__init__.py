@@ -168,8 +168,8 @@ def judge(result: Tensor, oracle: Tensor, letter: str) -> Verdict:
         scale = want.pow(2).mean(dim=-1, keepdim=True).sqrt() if want.dim() else want.abs()
         rounded = result.dtype == oracle.dtype == torch.bfloat16  # on either side of a tie: one step apart
         near = 2.0**-7 * torch.minimum(got.abs(), want.abs()) if rounded else 2.0**-8 * want.abs()
-        close = off <= near + 1e-6 * scale + 1e-30
-        return Verdict(bool(close.all()), f"rms {rms:.1e}", worst)
+        beyond = off - (near + 1e-6 * scale + 1e-30)
+        return Verdict(bool((beyond <= 0).all()), f"rms {rms:.1e}", _worst(beyond, result, oracle))
     if letter == "Q":  # nearly all equal; the others one step of their format apart
         equal = float((off <= 2.0**-9 * want.abs()).double().mean())
         return Verdict(equal >= 0.999 and bool((off <= row / 3).all()), f"{equal:.5f} equal", worst)

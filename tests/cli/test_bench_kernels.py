@@ -158,7 +158,7 @@ import json, sys, time
 assert json.loads(sys.stdin.readline())["work"] == "warm"
 for job in map(json.loads, sys.stdin):
     if job["op"] == "slow" and job["turn"] == "public": time.sleep(60)
-    print(json.dumps([f"{job['op']} {job['turn']}"]), flush=True)
+    print(json.dumps({f"{job['op']} {job['turn']}": None}), flush=True)
 """
 
 
@@ -167,10 +167,13 @@ def test_peers_that_did_not_run_while_compiling_are_not_waited_for_later(monkeyp
     monkeypatch.setattr(pool, "cores", lambda: 4)
     jobs = [{"op": op, "shape": {"rows": rows}} for rows in (1, 2) for op in ("quick", "slow")]
     ready = kernels.warm_up(jobs, worker.Options(), time.monotonic() + 3)
-    assert set(ready) == {"quick public", "quick own", "slow own"}
+    assert ready == dict.fromkeys(("quick public", "quick own", "slow own"))
     (peer,) = peers.of("dspark.markov")
-    assert peer.header()["reason"] is None and peer.header([f"dspark.markov {peer.name}"])["reason"] is None
-    assert "while there was time to compile" in peer.header(ready)["reason"]
+    name = f"dspark.markov {peer.name}"
+    assert peer.header()["reason"] is None and peer.header({name: None})["reason"] is None
+    assert peer.header({name: "TypeError: no"})["reason"] == "TypeError: no"
+    assert "while there was time" in peer.header(ready)["reason"]
+    assert worker.unready({}, "compile") and not worker.unready(None, "compile")
 
 
 def test_warming_up_runs_everything_once(monkeypatch):
@@ -183,8 +186,9 @@ def test_warming_up_runs_everything_once(monkeypatch):
     good = peers.Peer("norm.rms", ("torch",), "good", lambda *args: lambda: ran.append("peer"))
     monkeypatch.setattr(peers, "PEERS", [bad, good])
     job, options = {"op": "norm.rms", "shape": {"rows": 2, "width": 32}}, worker.Options(compile=False)
-    assert worker.warm(job | {"turn": "own"}, options) == ["norm.rms kernel", "norm.rms eager"]
-    assert worker.warm(job | {"turn": "public"}, options) == ["norm.rms torch: good"]
+    assert worker.warm(job | {"turn": "own"}, options) == {"norm.rms kernel": None, "norm.rms eager": None}
+    assert worker.warm(job | {"turn": "public"}, options) == {
+        "norm.rms torch: bad": "ZeroDivisionError: division by zero", "norm.rms torch: good": None}
     assert ran == ["kernel", "peer"]
 
 
