@@ -18,7 +18,8 @@ Scores
 Top-k
     peaks    ..#.|....|#...|.#..     maxima of chunks, read at full width by as many programs as there are
     chunks   the k best of them      an entry of the best k lies in one of the best k chunks, ties included
-    picks    the k best in those     again a tile in registers, its threshold found bit by bit by counting
+    picks    the k best in those     again a tile in registers, its threshold found by counting: of the maxima
+                                     bit by bit, of their values upward from that of the maxima
 
     Rows that fit a tile skip the first two.  Blocks of candidates are chunks whose maxima are asked for.
 
@@ -86,9 +87,9 @@ CONFIGS = {32: _tile(128, 32, 6, 4, 5), 1 << 62: _tile(64, 64, 6, 4, 5)}
 if common.INTERPRET:
     CONFIGS = {32: _tile(128, 32, 1, 4, 3), 1 << 62: _tile(64, 64, 1, 4, 3)}
 
-# not yet measured: values that a program reads; entries of a tile that picks, per warp
+# not yet measured: values that a program reads; entries of a tile that picks, per warp, and its registers
 PEAKS = {"VALUES": 4096, "num_warps": 4}
-PICK = {"LANES": 512}
+PICK = {"LANES": 512, "maxnreg": None}
 DIRECT = 16384 if not common.INTERPRET else 64  # values up to which a row is one tile
 LARGEST = 32768  # values of a tile
 
@@ -96,11 +97,12 @@ CANDIDATES = {
     "indexer.scores_cached": (
         _tile(128, 32, 3, 4, 5), _tile(128, 32, 6, 4, 5), _tile(128, 32, 12, 4, 5), _tile(128, 32, 3, 4, 7),
         _tile(128, 32, 6, 4, 7), _tile(128, 32, 8, 4, 5, 128), _tile(64, 32, 8, 4, 7, 128),
-        _tile(128, 32, 4, 8, 7), _tile(64, 64, 3, 4, 5), _tile(64, 64, 6, 4, 7), _tile(128, 64, 4, 4, 5, 255),
-        _tile(128, 64, 3, 8, 5)),
+        _tile(128, 32, 4, 8, 7, 128), _tile(64, 64, 3, 4, 5), _tile(64, 64, 6, 4, 7),
+        _tile(128, 64, 4, 4, 5, 255)),
     "indexer.topk/peaks": tuple({"VALUES": values, "num_warps": warps} for values, warps in
                                 ((2048, 4), (4096, 4), (8192, 4), (8192, 8), (16384, 8))),
-    "indexer.topk/pick": tuple({"LANES": lanes} for lanes in (256, 512, 1024, 2048)),
+    "indexer.topk/pick": tuple({"LANES": lanes, "maxnreg": registers} for lanes, registers in
+                               ((256, None), (512, None), (512, 64), (1024, None), (2048, None))),
 }
 
 
@@ -277,27 +279,48 @@ def _peaks_kernel(x_ptr, stride_row, visible_ptr, peak_ptr, count, SIZE: tl.cons
 
 
 @triton.jit
-def _pick_kernel(x_ptr, stride_row, chunk_ptr, out_ptr, count, k, SIZE: tl.constexpr, DROP: tl.constexpr,
-                 LANES: tl.constexpr, OUT: tl.constexpr):
+def _enough(rank, tau, k):
+    return tl.sum((rank >= tau).to(tl.int32)) >= k
+
+
+@triton.jit
+def _pick_kernel(x_ptr, stride_row, chunk_ptr, tau_ptr, out_ptr, count, k, SIZE: tl.constexpr,
+                 DROP: tl.constexpr, LANES: tl.constexpr, OUT: tl.constexpr):
     """The places of the k best values above minus infinity of a row, ascending; ties to the lower place.
 
     chunk_ptr: only values of these k chunks of SIZE, ascending and -1 where there are fewer, can be among
-    them.  DROP: low bits in which no two values differ.
+    them; tau_ptr then holds the rank of the least of the chunks' maxima, else takes that of the k-th value.
+    DROP: low bits in which no two values differ.
     """
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, LANES)
+    x_ptr += row * stride_row
+    least = tl.full((), 0x007FFFFF >> DROP, tl.uint32)  # the rank of minus infinity
     if chunk_ptr is not None:
         slot = tl.arange(0, LANES // SIZE)
         chunk = tl.load(chunk_ptr + row * k + slot, slot < k, other=-1)
         chunk = tl.where(chunk >= 0, chunk, tl.cdiv(count, SIZE))
-        i = (chunk[:, None] * SIZE + tl.arange(0, SIZE)[None, :]).reshape(LANES)
-    rank = _rank(ld(x_ptr + row * stride_row + i, i < count, float("-inf"))) >> DROP
-    least = 0x007FFFFF >> DROP  # the rank of minus infinity
-    tau = tl.full((), 0, tl.uint32)
-    for bit in range(DROP, 32):
-        higher = tau | (tl.full((), 0x80000000, tl.uint32) >> (bit - DROP) >> DROP)
-        tau = tl.where(tl.sum((rank >= higher).to(tl.int32)) >= k, higher, tau)
-    tau = tl.maximum(tau, least)
+        place = chunk[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        rank = _rank(ld(x_ptr + place, place < count, float("-inf")).reshape(LANES)) >> DROP
+        i = place.reshape(LANES)
+        # the k-th value is rarely far above the k-th maximum: steps double until one is too far, then halve
+        tau = tl.load(tau_ptr + row).to(tl.uint32, bitcast=True)
+        step = tl.full((), 1, tl.uint32)
+        while (tau + step > tau) & _enough(rank, tau + step, k):
+            tau += step
+            step += step
+        while step > 1:
+            step = step >> 1
+            tau = tl.where((tau + step > tau) & _enough(rank, tau + step, k), tau + step, tau)
+    else:
+        i = tl.arange(0, LANES)
+        rank = _rank(ld(x_ptr + i, i < count, float("-inf"))) >> DROP
+        tau = tl.full((), 0, tl.uint32)
+        for bit in range(DROP, 32):
+            higher = tau | (tl.full((), 0x80000000, tl.uint32) >> (bit - DROP) >> DROP)
+            tau = tl.where(_enough(rank, higher, k), higher, tau)
+        tau = tl.maximum(tau, least)
+        if tau_ptr is not None:
+            tl.store(tau_ptr + row, tau.to(tl.int32, bitcast=True))
     above = (rank > tau).to(tl.int32)
     tie = ((rank == tau) & (rank > least)).to(tl.int32)
     both = tl.cumsum((above << 16) | tie)  # a tile has at most 2^15 of either
@@ -343,20 +366,23 @@ def _peaks(x: Tensor, size: int, visible: Tensor | None = None) -> Tensor:
 def _best(x: Tensor, k: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Places [R, k] of the k best of rows x [R, n], of which only the upper `bits` differ."""
     rows, count = x.shape
-    size, chunks = 1, None
-    if count > DIRECT:
-        size = _chunk(count, k)
-        chunks = _pick(_peaks(x, size), None, k, 1, bits, torch.int32)
-    return _pick(x, chunks, k, size, bits, dtype)
+    if count <= DIRECT:
+        return _pick(x, None, None, k, 1, bits, dtype)
+    size = _chunk(count, k)
+    tau = torch.empty(rows, dtype=torch.int32, device=x.device)
+    chunks = _pick(_peaks(x, size), None, tau, k, 1, bits, torch.int32)
+    return _pick(x, chunks, tau, k, size, bits, dtype)
 
 
-def _pick(x: Tensor, chunks: Tensor | None, k: int, size: int, bits: int, dtype: torch.dtype) -> Tensor:
+def _pick(x: Tensor, chunks: Tensor | None, tau: Tensor | None, k: int, size: int, bits: int,
+          dtype: torch.dtype) -> Tensor:
     rows, count = x.shape
     out = torch.empty(rows, k, dtype=dtype, device=x.device)
     lanes = pow2(count) if chunks is None else pow2(k) * size
     config = tuned("indexer.topk/pick", (rows, lanes, bits), PICK)
-    _pick_kernel[(rows,)](x, x.stride(0), chunks, out, count, k, SIZE=size, DROP=32 - bits, LANES=lanes,
-                          OUT=pow2(k), num_warps=max(1, min(32, lanes // config["LANES"])))
+    _pick_kernel[(rows,)](x, x.stride(0), chunks, tau, out, count, k, SIZE=size, DROP=32 - bits, LANES=lanes,
+                          OUT=pow2(k), num_warps=max(1, min(32, lanes // config["LANES"])),
+                          maxnreg=config["maxnreg"])
     return out
 
 
