@@ -87,9 +87,10 @@ CONFIGS = {32: _tile(128, 32, 6, 4, 5), 1 << 62: _tile(64, 64, 6, 4, 5)}
 if common.INTERPRET:
     CONFIGS = {32: _tile(128, 32, 1, 4, 3), 1 << 62: _tile(64, 64, 1, 4, 3)}
 
-# not yet measured: values that a program reads; entries of a tile that picks, per warp, and its registers
+# not yet measured: values that a program reads; by rows, entries of a tile that picks, per warp, and its
+# registers: where rows queue, a second program works while one waits for all of its warps
 PEAKS = {"VALUES": 4096, "num_warps": 4}
-PICK = {"LANES": 512, "maxnreg": None}
+PICK = {256: {"LANES": 512, "maxnreg": None}, 1 << 62: {"LANES": 512, "maxnreg": 64}}
 DIRECT = 16384 if not common.INTERPRET else 64  # values up to which a row is one tile
 LARGEST = 32768  # values of a tile
 
@@ -379,7 +380,7 @@ def _pick(x: Tensor, chunks: Tensor | None, tau: Tensor | None, k: int, size: in
     rows, count = x.shape
     out = torch.empty(rows, k, dtype=dtype, device=x.device)
     lanes = pow2(count) if chunks is None else pow2(k) * size
-    config = tuned("indexer.topk/pick", (rows, lanes, bits), PICK)
+    config = tuned("indexer.topk/pick", (rows, lanes, bits), up_to(PICK, rows))
     _pick_kernel[(rows,)](x, x.stride(0), chunks, tau, out, count, k, SIZE=size, DROP=32 - bits, LANES=lanes,
                           OUT=pow2(k), num_warps=max(1, min(32, lanes // config["LANES"])),
                           maxnreg=config["maxnreg"])
