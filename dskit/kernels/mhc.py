@@ -80,19 +80,25 @@ class Tile(NamedTuple):
 # Chosen by the compiler's report.  Interpreted, programs cost most.
 MIXING = {16: Tile(16, 32, 2, 4), 256: Tile(32, 32, 2, 3, 4, 1), 1 << 62: Tile(64, 32, 2, 2)}
 BEFORE_HOPPER = {1 << 62: Tile(16, 32, 2, 2)}  # operands in registers: a larger tile spills
+PLAIN = {16: Tile(16, 32, 2, 4), 256: Tile(32, 32, 2, 3, 4, 1), 1 << 62: Tile(64, 32, 2, 4, 4, 1)}  # mixes
 MOVING = {1 << 62: Tile(8, 256, 1, 1 << 20)}  # without the product: one tile per program
 STEADY = Tile(16, 32, 2, 0), 8  # and slices, where a row's bits must not depend on the rows beside it
 if common.INTERPRET:
-    MIXING, MOVING = {1 << 62: Tile(16, 64, 1, 1)}, {1 << 62: Tile(16, 128, 1, 1 << 20)}
+    MIXING = PLAIN = {1 << 62: Tile(16, 64, 1, 1)}
+    MOVING = {1 << 62: Tile(16, 128, 1, 1 << 20)}
 PRODUCTS = tuple(Tile(*tile)._asdict() for tile in (
     (16, 32, 2, 4), (16, 64, 2, 5), (32, 32, 2, 5, 4, 1), (32, 32, 2, 3, 4, 1), (32, 32, 3, 2),
     (32, 32, 2, 1), (64, 32, 2, 2), (64, 32, 2, 2, 4, 1), (64, 32, 3, 2, 4, 1), (64, 64, 2, 1, 8),
-    (32, 64, 2, 1, 8), (128, 32, 3, 1, 8), (128, 32, 2, 1, 8, 1)))
+    (32, 32, 3, 3, 4, 1), (32, 64, 2, 1, 8), (128, 32, 3, 1, 8), (128, 32, 2, 1, 8, 1)))
+MIXES = tuple(Tile(*tile)._asdict() for tile in (
+    (16, 32, 2, 4), (16, 64, 2, 5), (32, 32, 2, 5, 4, 1), (32, 32, 2, 3, 4, 1), (32, 32, 2, 7, 4, 1),
+    (32, 32, 3, 3), (64, 32, 2, 4, 4, 1), (64, 32, 3, 3, 4, 1), (64, 32, 2, 3), (32, 64, 2, 2, 8),
+    (64, 64, 2, 1, 8), (128, 32, 3, 1, 8)))
 MOVES = tuple(Tile(rows, channels, 1, 1 << 20, warps)._asdict() for rows, channels, warps in (
     (1, 1024, 4), (1, 512, 2), (2, 512, 4), (4, 256, 4), (4, 512, 4), (8, 128, 4), (8, 256, 4), (8, 256, 8)))
 SINKHORN = {"numbers": 512, "num_warps": 4}  # of the matrices that a program holds
 CANDIDATES = {
-    "mhc.mixes": PRODUCTS, "mhc.boundary": PRODUCTS, "mhc.read": MOVES, "mhc.write": MOVES,
+    "mhc.mixes": MIXES, "mhc.boundary": PRODUCTS, "mhc.read": MOVES, "mhc.write": MOVES,
     "mhc.sinkhorn": tuple({"numbers": numbers, "num_warps": warps} for numbers, warps in
                           ((128, 1), (256, 1), (256, 2), (512, 1), (512, 4), (1024, 4), (2048, 4)))}
 BACKWARD = 64, 64  # rows and channels of a tile of the product's backward pass; not yet measured
@@ -564,7 +570,8 @@ def _tile_for(name: str, X: Tensor, steady: bool) -> tuple[Tile, int]:
     if steady and product:
         tile, slices = STEADY
     else:
-        table = MOVING if not product else MIXING if refuse(X, sm=90) is None else BEFORE_HOPPER
+        hopper = PLAIN if name == "mhc.mixes" else MIXING
+        table = MOVING if not product else hopper if refuse(X, sm=90) is None else BEFORE_HOPPER
         tile = Tile(**tuned(name, tuple(X.shape), up_to(table, T)._asdict()))
         slices = max(1, tile.resident * processors(X) // max(1, cdiv(T, tile.rows)))
     return tile, cdiv(cdiv(D, tile.channels), slices)
