@@ -82,6 +82,7 @@ MOST_SPLITS = 32
 JOINED_HEADS = 4  # heads that one program joins
 FLOOR = tl.constexpr(-1e30)  # where maxima start: a row without entries gives zeros and no NaN
 LOG2E = tl.constexpr(1.4426950408889634)
+UNIT = tl.constexpr(2.0**-8)  # of restored rows: what e2m1 codes are multiplied by stays below 2^127
 
 
 # ---- rows of a cache ---------------------------------------------------------------------------------------
@@ -90,27 +91,23 @@ def _e2m1_times_two(firsts: str, seconds: str, scale: str, bytes_: str) -> str:
     """Instructions for two bytes, the registers of their codes' products and of the bytes' scales named."""
     return f"""
         prmt.b32 both, $4, 0, {bytes_};
-        shl.b32 code, both, 6;
-        shl.b32 sign, both, 12;
+        shr.b32 code, both, 2;
+        shl.b32 sign, both, 4;
         and.b32 code, code, 0x01C001C0;
         lop3.b32 code, sign, 0x80008000, code, 0xEA;
-        fma.rn.bf16x2 code, code, large, zero;
         fma.rn.bf16x2 {firsts}, code, {scale}, zero;
-        shl.b32 code, both, 2;
-        shl.b32 sign, both, 8;
+        shr.b32 code, both, 6;
         and.b32 code, code, 0x01C001C0;
-        lop3.b32 code, sign, 0x80008000, code, 0xEA;
-        fma.rn.bf16x2 code, code, large, zero;
+        lop3.b32 code, both, 0x80008000, code, 0xEA;
         fma.rn.bf16x2 {seconds}, code, {scale}, zero;"""
 
 
-# four bytes in $4, their scales times 2^8 in $5 and $6; large: 2^118, zero: -0, which changes no product
+# four bytes in $4, their scales times 2^118 in $5 and $6; zero: -0, which changes no product
 E2M1_TIMES = tl.constexpr(f"""{{
-        .reg .b32 both, code, sign, large, zero;
-        mov.b32 large, 0x7A807A80;
+        .reg .b32 both, code, sign, zero;
         mov.b32 zero, 0x80008000;
-        {_e2m1_times_two("$0", "$2", "$5", "0x4140")}
-        {_e2m1_times_two("$1", "$3", "$6", "0x4342")}
+        {_e2m1_times_two("$0", "$2", "$5", "0x1404")}
+        {_e2m1_times_two("$1", "$3", "$6", "0x3424")}
     }}""")
 
 
@@ -123,17 +120,17 @@ def _spread(value, GROUP: tl.constexpr):
 
 @triton.jit
 def _e2m1_times(byte, scale, GROUP: tl.constexpr):
-    """Bytes of two e2m1 codes [N, pairs] times float32 scales [N, groups] -> (firsts, seconds), bfloat16.
+    """Bytes of two e2m1 codes [N, pairs] times float32 scales [N, groups] and UNIT -> (firsts, seconds).
 
     In their place the bits of a code are a bfloat16 that is 2^126 times too small, and a multiplication takes
-    two of them.  It is done twice, since 2^126 times a scale may be too large; both are exact.
+    two of them.  2^126 times a scale may be too large, hence the UNIT; the product is exact.
     """
     if INTERP:
         a, b = from_e2m1_byte(byte)
-        scale = _spread(scale * 16384.0, GROUP)
+        scale = _spread(scale * (16384.0 * UNIT), GROUP)
         a, b = to_bf16(a * scale), to_bf16(b * scale)
     else:
-        scale = _spread(to_bf16(scale * 256.0), GROUP)
+        scale = _spread(to_bf16(scale * (2.0**126 * UNIT)), GROUP)
         a, b = tl.inline_asm_elementwise(E2M1_TIMES, "=r,=r,=r,=r,r,r,r", [byte, scale],
                                          dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
     return a, b
@@ -150,7 +147,7 @@ def _load(at, real, MASKED: tl.constexpr):
 
 @triton.jit
 def _pairs(code_ptr, byte_ptr, word_ptr, row, FORM: tl.constexpr, WIDE: tl.constexpr):
-    """The pairs of rows [N, 1] of a cache as two bfloat16 tiles [N, WIDE]."""
+    """The pairs of rows [N, 1] of a cache as two bfloat16 tiles [N, WIDE], times UNIT."""
     KIND: tl.constexpr = FORM[0]
     GROUP: tl.constexpr = FORM[1]
     CODED: tl.constexpr = FORM[2]
@@ -162,7 +159,7 @@ def _pairs(code_ptr, byte_ptr, word_ptr, row, FORM: tl.constexpr, WIDE: tl.const
     if KIND == "bf16":
         word = _load(word_ptr + row * WIDTH + pair, pair < WIDTH, WIDTH < WIDE)
         a, b = from_bf16_pair(word.to(tl.uint32, bitcast=True))
-        a, b = to_bf16(a), to_bf16(b)
+        a, b = to_bf16(a * UNIT), to_bf16(b * UNIT)
     else:
         group = tl.arange(0, WIDE // GROUP)[None, :]
         scale = _load(byte_ptr + row * NBYTES + SCALES_AT + group, group < SCALES, SCALES < WIDE // GROUP)
@@ -173,13 +170,13 @@ def _pairs(code_ptr, byte_ptr, word_ptr, row, FORM: tl.constexpr, WIDE: tl.const
         else:
             code = _load(code_ptr + row * (NBYTES // 2) + pair, pair < CODED, CODED < WIDE)
             a, b = from_e4m3_pair(code.to(tl.uint16, bitcast=True))
-            scale = _spread(scale, GROUP)
+            scale = _spread(scale * UNIT, GROUP)
             a, b = a * scale, b * scale
             if CODED < WIDTH:
                 at = word_ptr + row * (NBYTES // 4) + pair - CODED // 2
                 tail = tl.load(at, (pair >= CODED) & (pair < WIDTH), other=0)
                 tail_a, tail_b = from_bf16_pair(tail.to(tl.uint32, bitcast=True))
-                a, b = tl.where(pair < CODED, a, tail_a), tl.where(pair < CODED, b, tail_b)
+                a, b = tl.where(pair < CODED, a, tail_a * UNIT), tl.where(pair < CODED, b, tail_b * UNIT)
             a, b = to_bf16(a), to_bf16(b)
     return a, b
 
@@ -237,7 +234,7 @@ def _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A:
     """Divide sums [heads, pairs] by the softmax's denominator, rotate back, quantise, store."""
     sink = tl.load(sink_ptr + head, head < A, other=0.0)
     total += tl.exp2(sink * LOG2E - top)
-    share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    share = (1.0 / tl.where(total > 0, total * UNIT, 1.0))[:, None]
     a, b = a * share, b * share
     turned, c, s = _turns(turn_ptr, token, pair[None, :], WIDTH, TURNS)
     a, b = tl.where(turned, a * c + b * s, a), tl.where(turned, b * c - a * s, b)
@@ -440,8 +437,9 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     _mla_attend_cached_fwd_kernel[(programs * splits,)](
         q_TAH.contiguous().view(torch.int32), turn, *_views(window_SH, window_form), read_TW.contiguous(),
         *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK.contiguous() if K else None,
-        sink, out_words, out, sums, stats, W, K, splits, per, H**-0.5 * LOG2E.value, window_form, entry_form,
-        HEADS=heads, WIDE=wide, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K), **sizes, **config)
+        sink, out_words, out, sums, stats, W, K, splits, per, H**-0.5 / UNIT.value * LOG2E.value,
+        window_form, entry_form, HEADS=heads, WIDE=wide, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K),
+        **sizes, **config)
     if splits > 1:
         heads = min(JOINED_HEADS, pow2(A))
         _mla_join_fwd_kernel[(T * cdiv(A, heads),)](sums, stats, turn, sink, out_words, splits, HEADS=heads,
