@@ -11,9 +11,6 @@ Idea
                    by the group's scale: exact, subnormals too, 2.5 operations a code
         order      all first codes, then all second ones: inside a step K is walked as they come out of the
                    words; the tokens are laid out likewise beforehand (`_spread_kernel`), h as it is written
-        windows    MXFP4 also reaches the FP8 tensor cores, half the instructions: a row's group scales are
-                   folded into e4m3 codes, a table of eight bytes looked up by four codes at once; tokens are
-                   e4m3 with a scale for each step, in one window, or exactly, in two columns of the operand
         up         rows of gate over rows of up in one tile, so that clamp, SiLU, routing weight, both
                    roundings and the 1x32 scale are the epilogue; writes h, quantised and restored
         down       the second product, a row for each token and expert; `combine` adds them in slot order
@@ -33,12 +30,9 @@ Errors
     ValueError names an argument whose shape does not fit; widths that are no multiple of a step are refused.
 
 Numerics
-    Both operands are exact in bfloat16, sums are float32.  With windows the weights are exact too, and a step
-    of 256 channels is summed by the tensor core, in fewer bits, the steps in float32.  Two windows hold what
-    is above 2^-33 of a step's largest number exactly; one rounds what is below 2^-14 of it, to 2^-18 of it.
-    Weights in bfloat16 are restored times 2^-64, so that the scales of any group from 2^-61 to 2^65 are
-    exact; beyond, they end in zero or infinity.  An e4m3 NaN reads as 480.  A row's bits do not depend on the
-    rows beside it when the tiles do not (`steady`).
+    Both operands are exact in bfloat16, sums are float32.  Weights are restored times 2^-64, so that the
+    scales of any group from 2^-61 to 2^65 are exact in bfloat16; beyond, they end in zero or infinity.  An
+    e4m3 NaN reads as 480.  A row's bits do not depend on the rows beside it when the tiles do not (`steady`).
 
 Source
     kernels.md 1.8, 2.3; model.md 3.11.
@@ -59,7 +53,6 @@ from dskit.kernels.common import (
     INTERP,
     cdiv,
     dot,
-    e4m3_code,
     from_e2m1,
     from_e4m3,
     from_e8m0,
@@ -71,7 +64,6 @@ from dskit.kernels.common import (
     require,
     restored,
     rows_of,
-    scaled,
     tuned,
     up_to,
 )
@@ -80,25 +72,18 @@ Experts = Any  # of layers/linear.py: a kernel file knows a layer by its attribu
 Numerics = Any
 
 
-def _config(tokens: int, features: int, step: int, warps: int, stages: int, windows: int = 0
-            ) -> dict[str, int]:
-    """Tokens and weight rows of a tile (half of gate, half of up); channels of a step; e4m3 of a number."""
-    return {"tokens": tokens, "features": features, "step": step, "num_warps": warps, "num_stages": stages,
-            "windows": windows}
-
-
-def _eight(tokens: int, features: int, warps: int, stages: int, windows: int) -> dict[str, int]:
-    return _config(tokens, features, 256, warps, stages, windows)
+def _config(tokens: int, features: int, step: int, warps: int, stages: int) -> dict[str, int]:
+    """Tokens and weight rows of a tile (half of gate, half of up); channels of a step."""
+    return {"tokens": tokens, "features": features, "step": step, "num_warps": warps, "num_stages": stages}
 
 
 # most rows that an expert has on average, rounded down -> its tiles; few tokens are many small programs
 CONFIGS = {0: _config(16, 64, 256, 4, 4), 10: _config(16, 128, 128, 4, 4), 24: _config(32, 128, 128, 4, 4),
            96: _config(64, 128, 128, 4, 3), 1 << 62: _config(128, 128, 128, 8, 3)}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (_config(16, 128, 128, 4, 4), _config(64, 256, 128, 8, 4),
-         *(_eight(8, *more, 2) for more in ((64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 8, 3))),
-         *(_eight(16, *more) for more in ((64, 4, 4, 1), (64, 4, 5, 1), (128, 8, 3, 1), (64, 4, 4, 2))),
-         *(_eight(*more, 1) for more in ((32, 128, 8, 3), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 8, 4))))
+TRIED = (*CONFIGS.values(), _config(16, 128, 256, 4, 3), _config(16, 64, 128, 4, 4),
+         _config(16, 128, 128, 4, 6), _config(16, 256, 128, 8, 4), _config(64, 256, 128, 8, 4),
+         _config(64, 64, 128, 4, 4), _config(32, 256, 128, 8, 4))
 CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED}
 
 
@@ -173,134 +158,6 @@ def _operand(words, byte, CODES: tl.constexpr, HALF: tl.constexpr):
             return _beside(a, b)
 
 
-# ---- e4m3 of both operands ---------------------------------------------------------------------------------
-# A word is 8 codes, 4 words a group, 8 groups a step.
-
-STEP8 = tl.constexpr(256)  # channels of a step: a thread's four words of a row are then one group
-SPAN = tl.constexpr(11)  # binades between a row's group scales within which every e2m1 is a normal e4m3
-
-
-@triton.constexpr_function
-def _lifting():
-    """PTX: four words of a group ($8 ..) and its shift ($12) -> codes 4 h .. 4 h + 3 of word i in $(4 h + i).
-
-    A table of eight bytes, e2m1's sizes as e4m3 at this shift, is looked up by the codes themselves.
-    """
-    lines = [".reg .b32 low, high, codes, left, sign, size;",
-             "mad.lo.u32 low, $12, 0x08080800, 0x14100800;", "mad.lo.u32 high, $12, 0x08080808, 0x24201C18;"]
-    for i in range(4):
-        lines += [f"and.b32 codes, ${8 + i}, 0x77777777;", f"shl.b32 left, ${8 + i}, 4;"]
-        for half, signs in enumerate(("0x9D8C", "0xBFAE")):  # each byte the sign of a code, repeated
-            lines += ["shr.b32 codes, codes, 16;"] * half
-            lines += ["prmt.b32 size, low, high, codes;", f"prmt.b32 sign, ${8 + i}, left, {signs};",
-                      f"lop3.b32 ${4 * half + i}, sign, 0x80808080, size, 0xEA;"]  # (sign & 0x80..) | size
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@triton.jit
-def _as_codes_come(x):
-    """A step's channels [rows, 256] in the order of `_lifting`: code within half, group, word, half."""
-    return x.reshape(x.shape[0], 8, 4, 2, 4).permute(0, 3, 2, 1, 4).reshape(x.shape[0], 256)
-
-
-@triton.jit
-def _lifted_operand(words, shift):
-    """Weights of a step times 2^(shift - 5), shift 0 .. SPAN of each word: [rows, 256], ordered for the asm.
-
-    The asm takes a thread's four neighbours of a row, the words of one group, which is how the left operand
-    of an e4m3 product is held.
-    """
-    if INTERP:
-        rows: tl.constexpr = words.shape[0]
-        code = words.reshape(rows, 32, 1) >> (4 * tl.arange(0, 8))[None, None, :]
-        value = from_e2m1(code & 15) * from_e8m0(shift + 122).reshape(rows, 32, 1)
-        return _as_codes_come(value.reshape(rows, 256))
-    else:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _lifting(), "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, shift],
-            dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv,
-                   tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4)
-        return _beside(_beside(_beside(a, b), _beside(c, d)), _beside(_beside(e, f), _beside(g, h)))
-
-
-@triton.jit
-def _windowed_kernel(x_ptr, out_ptr, scale_ptr, stride_x, STEPS: tl.constexpr, WINDOWS: tl.constexpr,
-                     BLOCK: tl.constexpr):
-    """Each step of a row as e4m3 and its scale; of two windows the second holds what the first rounds off."""
-    row = tl.program_id(0).to(tl.int64)
-    step = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    p = tl.arange(0, STEP8)
-    inside = (step < STEPS)[:, None] & (p < STEP8)[None, :]
-    x = ld(x_ptr + row * stride_x + step[:, None] * STEP8 + p[None, :], inside)
-    x, scale = scaled(x, "fp8")
-    out = out_ptr + row * (WINDOWS * STEPS * STEP8) + step[:, None] * STEP8 + p[None, :]
-    code = e4m3_code(x)
-    tl.store(out, _as_codes_come(code), mask=inside)
-    if WINDOWS == 2:
-        rest = (x - from_e4m3(code)) * 262144.0  # 2^18: from 2^-10 at most
-        tl.store(out + STEPS * STEP8, _as_codes_come(e4m3_code(rest)), mask=inside)
-    tl.store(scale_ptr + row * STEPS + step[:, None], scale, mask=(step < STEPS)[:, None])
-
-
-@triton.jit
-def _span(s_ptr, feature, GROUPS: tl.constexpr):
-    """(largest scale byte of each row, whether SPAN holds in all of them)."""
-    top = tl.zeros((feature.shape[0],), tl.int32)
-    low = top + 255
-    for part in tl.static_range((GROUPS + 31) // 32):
-        group = part * 32 + tl.arange(0, 32)
-        byte = tl.load(s_ptr + feature[:, None] * GROUPS + tl.minimum(group, GROUPS - 1)[None, :])
-        byte = byte.to(tl.int32)
-        top, low = tl.maximum(top, tl.max(byte, axis=1)), tl.minimum(low, tl.min(byte, axis=1))
-    return top, tl.max(top - low, axis=0) <= SPAN
-
-
-@triton.jit
-def _by_codes(x_ptr, xs_ptr, w_ptr, s_ptr, feature, token, inside, K: tl.constexpr, WINDOWS: tl.constexpr):
-    """Sums [weight rows, tokens] over K in products of e4m3, float32 from step to step.
-
-    A row's group scales are folded into its codes where they span no more than SPAN; else each group is a
-    product of its own, the other groups' codes zero.
-    """
-    ROWS: tl.constexpr = feature.shape[0]
-    WIDTH: tl.constexpr = token.shape[0]
-    token = tl.where(inside, token, 0)  # whose scale is as good as any beside numbers that are zero
-    column = (token.to(tl.int64)[None, :] * WINDOWS + tl.arange(0, WINDOWS)[:, None]).reshape(WINDOWS * WIDTH)
-    inside = inside[None, :].broadcast_to(WINDOWS, WIDTH).reshape(WINDOWS * WIDTH)
-    shrink = tl.where(column % WINDOWS == 1, 3.814697265625e-06, 1.0)  # 2^-18
-    x_row = x_ptr + column[None, :] * K + tl.arange(0, STEP8)[:, None]
-    xs_row = xs_ptr + column // WINDOWS * (K // STEP8)
-    w_row = w_ptr + feature[:, None] * (K // 8) + tl.arange(0, STEP8 // 8)[None, :]
-    s_row = s_ptr + feature[:, None] * (K // 32)
-    top, folds = _span(s_ptr, feature, K // 32)
-    acc = tl.zeros((ROWS, WINDOWS * WIDTH), tl.float32)
-    if folds:
-        s_step = s_row + tl.arange(0, STEP8 // 32)[None, :]
-        for step in range(K // STEP8):
-            words = tl.load(w_row + step * (STEP8 // 8))
-            shift = tl.load(s_step + step * (STEP8 // 32)).to(tl.int32) - (top - SPAN)[:, None]
-            shift = shift[:, :, None].broadcast_to(ROWS, STEP8 // 32, 4).reshape(ROWS, STEP8 // 8)
-            x = tl.load(x_row + step * STEP8, mask=inside[None, :], other=0.0)
-            scale = tl.load(xs_row + step) * shrink
-            part = dot(_lifted_operand(words, shift), x, tl.zeros_like(acc))
-            acc += part * scale[None, :]
-    else:
-        group = tl.arange(0, STEP8 // 8) // 4
-        for step in range(K // STEP8):
-            all_words = tl.load(w_row + step * (STEP8 // 8))
-            x = tl.load(x_row + step * STEP8, mask=inside[None, :], other=0.0)
-            scale = tl.load(xs_row + step) * shrink
-            for g in range(STEP8 // 32):
-                words = tl.where((group == g)[None, :], all_words, 0)
-                part = dot(_lifted_operand(words, words & 0), x, tl.zeros_like(acc))
-                byte = tl.load(s_row + step * (STEP8 // 32) + g).to(tl.int32)  # beside the row's largest:
-                acc += part * scale[None, :] * from_e8m0(tl.maximum(byte - top[:, None] + (SPAN + 127), 1))
-    acc *= (from_e8m0(top) * 0.015625)[:, None]  # 2^(5 - SPAN)
-    if WINDOWS == 2:
-        acc = tl.sum(acc.reshape(ROWS, WINDOWS, WIDTH), axis=1)
-    return acc
-
-
 # ---- which tokens meet which rows --------------------------------------------------------------------------
 
 @triton.jit
@@ -355,12 +212,26 @@ def _activated(acc, weight, limit, LIMITED: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _by_numbers(x_ptr, w_ptr, s_ptr, feature, token, inside, K: tl.constexpr, CODES: tl.constexpr,
-                SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, STEP: tl.constexpr):
-    """Sums [weight rows, tokens] over K in products of bfloat16."""
+def _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+             WIDTH: tl.constexpr, K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr,
+             SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr,
+             GROUP: tl.constexpr, NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
+             BLOCK_M: tl.constexpr):
+    """A tile of one expert's weight rows times its tokens at rows begin .. end, at most WIDTH of them."""
+    row = begin + tl.arange(0, WIDTH)
+    inside = row < end
+    slot = row
+    if order_ptr is not None:
+        slot = tl.load(order_ptr + row, mask=inside, other=0)
+    ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
+    first = tl.program_id(0) * ROWS
+    r = tl.arange(0, BLOCK_M)
+    feature = tl.minimum(first + r % ROWS, N - 1) + r // ROWS * N
+    feature += expert * (2 * N if UP else N)
     w_row = w_ptr + feature[:, None] * (K // CODES) + tl.arange(0, STEP // CODES)[None, :]
+    token = slot // J if UP else row
     x_row = x_ptr + token.to(tl.int64)[None, :] * K
-    acc = tl.zeros((feature.shape[0], token.shape[0]), tl.float32)
+    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     if CODES == 1:
         x_row += tl.arange(0, STEP)[:, None]
         for step in range(K // STEP):
@@ -376,31 +247,6 @@ def _by_numbers(x_ptr, w_ptr, s_ptr, feature, token, inside, K: tl.constexpr, CO
                 x = tl.load(x_row + step * STEP + half * (STEP // 2), mask=inside[None, :], other=0.0)
                 acc = dot(_operand(words, byte, CODES, half), x, acc)
         acc *= 18446744073709551616.0  # 2^64
-    return acc
-
-
-@triton.jit
-def _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
-             WIDTH: tl.constexpr, K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr,
-             SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr,
-             GROUP: tl.constexpr, NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
-             WINDOWS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A tile of one expert's weight rows times its tokens at rows begin .. end, at most WIDTH of them."""
-    row = begin + tl.arange(0, WIDTH)
-    inside = row < end
-    slot = row
-    if order_ptr is not None:
-        slot = tl.load(order_ptr + row, mask=inside, other=0)
-    ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
-    first = tl.program_id(0) * ROWS
-    r = tl.arange(0, BLOCK_M)
-    feature = tl.minimum(first + r % ROWS, N - 1) + r // ROWS * N
-    feature += expert * (2 * N if UP else N)
-    token = slot // J if UP else row
-    if WINDOWS > 0:
-        acc = _by_codes(x_ptr, xs_ptr, w_ptr, s_ptr, feature, token, inside, K, WINDOWS)
-    else:
-        acc = _by_numbers(x_ptr, w_ptr, s_ptr, feature, token, inside, K, CODES, SCALE_N, SCALE_K, STEP)
     m = first + tl.arange(0, ROWS)
     out = acc
     if UP:
@@ -411,10 +257,10 @@ def _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, 
 
 
 @triton.jit
-def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, limit,
+def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, limit,
                     K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr, SCALE_N: tl.constexpr,
                     SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
-                    NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr, WINDOWS: tl.constexpr,
+                    NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NARROW: tl.constexpr):
     """One program: BLOCK_M weight rows and a tile of tokens, whose last few rows take a narrower operand.
 
@@ -423,23 +269,22 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
     """
     if order_ptr is None:  # a token alone: tiles are its slots
         begin = tl.program_id(1)
-        expert = tl.load(tile_ptr + begin).to(tl.int64)
-        _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, begin + 1, N,
-                 limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT, STEP,
-                 WINDOWS, BLOCK_M)
+        _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, tl.load(tile_ptr + begin).to(tl.int64),
+                 begin, begin + 1, N, limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP,
+                 NEXT_CODES, NEXT, STEP, BLOCK_M)
     else:
         tile_ptr += 3 * tl.program_id(1)
         expert = tl.load(tile_ptr).to(tl.int64)
         begin, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         if expert < E:
             if end - begin <= NARROW:
-                _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
-                         limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT,
-                         STEP, WINDOWS, BLOCK_M)
+                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+                         NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT, STEP,
+                         BLOCK_M)
             elif BLOCK_N > NARROW:
-                _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
-                         limit, BLOCK_N, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT,
-                         STEP, WINDOWS, BLOCK_M)
+                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+                         BLOCK_N, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT, STEP,
+                         BLOCK_M)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -477,24 +322,6 @@ def _spread(x_TD: Tensor, codes: int, step: int) -> Tensor:
     return out
 
 
-def _windowed(x: Tensor, windows: int) -> tuple[Tensor, Tensor]:
-    """(e4m3 [rows, windows, K], their scales [rows, steps])."""
-    R, K = x.shape
-    x, steps = rows_of(x), K // STEP8.value
-    out = torch.empty(R, windows, K, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(R, steps, dtype=torch.float32, device=x.device)
-    block = min(4, pow2(steps))
-    _windowed_kernel[(R, cdiv(steps, block))](x, out, scale, x.stride(0), steps, windows, block)
-    return out.view(torch.float8_e4m3fn), scale
-
-
-def _operands(x: Tensor, weight: Experts, config: dict[str, int]) -> tuple[Tensor, Tensor | None]:
-    """Tokens as a product reads them, and their scales if it reads codes."""
-    if config["windows"]:
-        return _windowed(x, config["windows"])
-    return _spread(x, _layout(weight)[0], config["step"]), None
-
-
 def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
                    group: int, steady: bool) -> dict[str, int]:
     """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow."""
@@ -502,18 +329,14 @@ def _configuration(part: str, rows: int, each: int, weight: Experts, features: i
     if not steady:
         key = rows, weight.experts, features, weight.in_features, _layout(weight)[0]
         config = tuned(f"moe.experts/{part}", key, config)
-    windows = config["windows"]
-    if windows and (weight.fmt != "fp4" or weight.in_features % STEP8.value or refuse(weight.weight, sm=90)):
-        config, windows = up_to(CONFIGS, each), 0
     step = min(config["step"], max(64, 32 * _layout(weight)[0]))
     while weight.in_features % step:  # nothing is masked along K
         step //= 2
-    return {**config, "features": max(group, min(config["features"], pow2(features))), "step": step,
-            "windows": windows}
+    return {**config, "features": max(group, min(config["features"], pow2(features))), "step": step}
 
 
-def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, int], tile: Tensor, rows: int,
-              J: int, order: Tensor | None, up: tuple | None) -> Tensor:
+def _multiply(x: Tensor, weight: Experts, config: dict[str, int], tile: Tensor, rows: int, J: int,
+              order: Tensor | None, up: tuple | None) -> Tensor:
     """[rows, N] bfloat16: h when `up` = (weight_TJ, limit, group, codes and step of the second product)."""
     codes, scale_n, scale_k = _layout(weight)
     words, scale = _stored(weight)
@@ -521,11 +344,10 @@ def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, i
     N = weight.out_features // 2 if up else weight.out_features
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     grid = (cdiv(weight.out_features, config["features"]), len(tile))
-    _product_kernel[grid](x, xs, words, scale, tile, order, share, y, N, weight.experts, limit,
+    _product_kernel[grid](x, words, scale, tile, order, share, y, N, weight.experts, limit,
                           weight.in_features, J, codes, scale_n, scale_k, up is not None, limit > 0, group,
-                          next_codes, next_step, config["step"], config["windows"], config["features"],
-                          config["tokens"], min(NARROW, config["tokens"]), num_warps=config["num_warps"],
-                          num_stages=config["num_stages"])
+                          next_codes, next_step, config["step"], config["features"], config["tokens"], NARROW,
+                          num_warps=config["num_warps"], num_stages=config["num_stages"])
     return y
 
 
@@ -550,11 +372,10 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
         rows = end[-1:] if part else None
         tile = _tiles(end, T * J, up["tokens"])
         tile2 = tile if down["tokens"] == up["tokens"] else _tiles(end, T * J, down["tokens"])
-    ordered = (1, 1) if down["windows"] else (_layout(w2)[0], down["step"])
-    h = _multiply(*_operands(x_TD, w13, up), w13, up, tile, T * J, J, order,
-                  (weight_TJ.contiguous(), limit, group, *ordered))
-    h = _windowed(h, down["windows"]) if down["windows"] else (h, None)
-    y = _multiply(*h, w2, down, tile2, T * J, 1, order, None)
+    x = _spread(x_TD, _layout(w13)[0], up["step"])
+    h = _multiply(x, w13, up, tile, T * J, J, order,
+                  (weight_TJ.contiguous(), limit, group, _layout(w2)[0], down["step"]))
+    y = _multiply(h, w2, down, tile2, T * J, 1, order, None)
     return moe._collect(y, place, shared_TD, numerics.dtype, rows)
 
 
