@@ -90,7 +90,7 @@ def test_the_folder_follows_the_schema_and_tells_nothing_of_this_machine(run):
     assert header["commit"] == environment.commit() and header["selection"]["mla.attend"]
     files = {path.name: path for path in folder.iterdir()}
     assert {"run.json", "table.csv", "summary.md", "trace.rank0.json.gz"} <= set(files)
-    assert sum(path.stat().st_size for path in files.values()) < 1e6
+    assert sum(path.stat().st_size for path in files.values()) < 2e6  # a GPU's trace is the larger
     summary = files["summary.md"].read_text()
     for text in (trace, summary):
         assert str(Path.home()) not in text and "host_name" not in text
