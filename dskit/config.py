@@ -152,6 +152,11 @@ class ModelConfig:
         top |= {"quantization_config": quant} if self.quantized else {}
         return top | ({"text_config": {"model_type": "deepseek_v41_text"} | inner} if self.is_v41 else inner)
 
+    def without_draft(self) -> ModelConfig:
+        """The same model before a draft was trained for it."""
+        return self.replace(num_nextn_predict_layers=0, dspark_block_size=0,
+                            compress_ratios=self.compress_ratios[: self.num_hidden_layers])
+
     def replace(self, **changes: Any) -> ModelConfig:
         """A validated copy with some fields changed."""
         config = replace(self, **changes, raw={})

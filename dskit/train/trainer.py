@@ -540,7 +540,7 @@ def main(args) -> int:
         trainer = draft.DraftTrainer(source, chat.Tokenizer(source), recipe, Path(args.out), device, workers)
     else:
         tokenizer = chat.Tokenizer(PRESETS_DIR / "demo")
-        trainer = Trainer(preset("demo"), tokenizer, recipe, Path(args.out), device, workers)
+        trainer = Trainer(preset("demo").without_draft(), tokenizer, recipe, Path(args.out), device, workers)
     if args.resume:
         trainer.resume()
     elif args.start and base is Recipe:

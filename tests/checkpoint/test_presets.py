@@ -64,9 +64,7 @@ def test_v4_flash():
 
 
 def test_demo_with_its_draft():
-    demo = preset("demo")
-    both = demo.replace(num_nextn_predict_layers=2, compress_ratios=demo.compress_ratios[:8] + (0, 0),
-                        dspark_block_size=5)
+    both = preset("demo")
     assert len(spec(both)) == 1156 and size(spec(both)) == pytest.approx(22.2e6, rel=3e-3)
     assert sum(math.prod(weight.shape) for weight in layout(both)) == pytest.approx(26.0e6, rel=3e-3)
 

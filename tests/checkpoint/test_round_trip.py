@@ -162,13 +162,8 @@ def test_rewriting_leaves_no_old_shards(tmp_path):
         "model-00001-of-00001.safetensors", "mtp.safetensors", INDEX, "config.json", "notes.safetensors.txt"}
 
 
-def without_draft(config: ModelConfig) -> ModelConfig:
-    return config.replace(num_nextn_predict_layers=0, dspark_block_size=0,
-                          compress_ratios=config.compress_ratios[: config.num_hidden_layers])
-
-
 def test_a_new_draft_leaves_the_bytes_of_the_backbone(written, tmp_path):
-    plain = checkpoint.write_random(without_draft(preset("tiny")), tmp_path, seed=3, shard_size=1_200_000)
+    plain = checkpoint.write_random(preset("tiny").without_draft(), tmp_path, seed=3, shard_size=1_200_000)
     shards = sorted(file.name for file in plain.glob("*.safetensors"))
     assert sorted(file.name for file in written("tiny").glob("*.safetensors")) == [*shards, "mtp.safetensors"]
     assert all((plain / shard).read_bytes() == (written("tiny") / shard).read_bytes() for shard in shards)
@@ -177,7 +172,7 @@ def test_a_new_draft_leaves_the_bytes_of_the_backbone(written, tmp_path):
 
 
 def test_demo_fits_two_shards_below_12_mb(tmp_path):
-    checkpoint.write_random(without_draft(preset("demo")), tmp_path, shard_size=12_000_000)
+    checkpoint.write_random(preset("demo").without_draft(), tmp_path, shard_size=12_000_000)
     sizes = {file.name: file.stat().st_size for file in tmp_path.glob("*.safetensors")}
     assert sizes.keys() == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
     assert max(sizes.values()) <= 12_000_000
@@ -187,7 +182,7 @@ def test_demo_fits_two_shards_below_12_mb(tmp_path):
 
 def test_each_weight_is_drawn_from_its_own_seed():
     one = {weight.name: tensor for weight, tensor, _ in draw.weights(preset("tiny"), 5)}
-    fewer = without_draft(preset("tiny"))
+    fewer = preset("tiny").without_draft()
     other = {weight.name: tensor for weight, tensor, _ in draw.weights(fewer, 5)}
     assert all(same(one[name], tensor) for name, tensor in other.items()) and len(one) > len(other)
     changed = {weight.name: tensor for weight, tensor, _ in draw.weights(fewer, 6)}

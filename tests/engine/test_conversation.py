@@ -46,7 +46,7 @@ def converse(llm, turns: int) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_twenty_turns(exact):
     """The canary checks every window; the table shows what each turn computes."""
     with ScriptedLLM(SCRIPT, exact_prefix=exact, canary="raise") as llm:

@@ -271,9 +271,7 @@ def test_a_rewound_state_is_that_of_never_having_drafted(model, hold, length):
 
 
 def test_settings_that_no_draft_can_serve():
-    plain = preset("tiny")
-    ratios = plain.compress_ratios[: plain.num_hidden_layers]
-    plain = plain.replace(num_nextn_predict_layers=0, compress_ratios=ratios)
+    plain = preset("tiny").without_draft()
     for bad, words in (({"speculate": "static"}, "no draft"), ({"speculate": "maybe"}, "choose off"),
                        ({"accept": "all"}, "choose rejection")):
         with pytest.raises(EngineConfigError, match=words):

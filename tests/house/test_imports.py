@@ -54,8 +54,8 @@ TRAIN = {
 ALLOWED |= {"train": TRAIN, "evaluate": TRAIN}
 ALLOWED["bench"] = set(ALLOWED) | {"bench"}
 ALLOWED["doctor"] = ALLOWED["cli"] = {*ALLOWED, "doctor", "cli"}
-# the runner and its pools lay out the plans and cache rows that the layers read
-FURTHER = {"engine.runner": {"layers"}, "engine.pools": {"layers"}}
+# the runner and its pools lay out the plans and cache rows that the layers read; guesses are judged by an op
+FURTHER = {"engine.runner": {"layers"}, "engine.pools": {"layers"}, "engine.draft": {"layers"}}
 
 PLANNERS = [  # plain data and decisions: no process group, no HTTP
     name

@@ -26,9 +26,9 @@ def tokenizer():
 def source(tokenizer, tmp_path_factory):
     """A narrow model without a draft, hardly trained: what the draft is for does not matter here."""
     out = tmp_path_factory.mktemp("source")
-    config = preset("demo").replace(hidden_size=64, num_attention_heads=4, head_dim=64, q_lora_rank=32,
-                                    o_lora_rank=32, moe_intermediate_size=32, n_routed_experts=4,
-                                    index_n_heads=2, index_topk=16)
+    config = preset("demo").without_draft().replace(
+        hidden_size=64, num_attention_heads=4, head_dim=64, q_lora_rank=32, o_lora_rank=32,
+        moe_intermediate_size=32, n_routed_experts=4, index_n_heads=2, index_topk=16)
     run = Trainer(config, tokenizer, Recipe(steps=1, warmup=1, shapes=((512, 1, 1),), probes=8), out, "cpu")
     assert run.run()
     return out / "model"
@@ -57,7 +57,7 @@ def test_only_the_draft_learns_and_the_models_shards_stay_as_they_are(source, ru
     for shard in source.glob("model-*.safetensors"):
         assert shard.read_bytes() == (tmp_path / "model" / shard.name).read_bytes()
     model = checkpoint.load(tmp_path / "model", device="cpu")
-    assert model.config == with_draft(preset("demo").replace(**{
+    assert model.config == with_draft(preset("demo").without_draft().replace(**{
         name: getattr(model.config, name) for name in ("hidden_size", "num_attention_heads", "head_dim",
         "q_lora_rank", "o_lora_rank", "moe_intermediate_size", "n_routed_experts", "index_n_heads",
         "index_topk")}))

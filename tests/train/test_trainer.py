@@ -23,9 +23,9 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def config():
     """The demo's roles and vocabulary, narrow enough for a CPU."""
-    return preset("demo").replace(hidden_size=64, num_attention_heads=4, head_dim=64, q_lora_rank=32,
-                                  o_lora_rank=32, moe_intermediate_size=32, n_routed_experts=4,
-                                  index_n_heads=2, index_topk=16)
+    return preset("demo").without_draft().replace(
+        hidden_size=64, num_attention_heads=4, head_dim=64, q_lora_rank=32, o_lora_rank=32,
+        moe_intermediate_size=32, n_routed_experts=4, index_n_heads=2, index_topk=16)
 
 
 def trainer(config, tokenizer, out, recipe=RECIPE):
