@@ -62,8 +62,7 @@ if common.INTERPRET:  # programs cost most
     CONFIGS = {1 << 62: _config(32, False)}
 LANES = (*(_config(lane, early) for lane in (8, 16, 32) for early in (True, False)), _config(64, False),
          *(_config(*sizes) for sizes in (
-             (8, True, 2, 3), (16, True, 2, 4), (16, True, 4, 2), (16, True, 4, 3), (32, True, 4, 3),
-             (32, True, 6, 2), (32, False, 8, 2))))
+             (16, True, 4, 2), (16, True, 4, 3), (32, True, 4, 3), (32, True, 6, 2), (32, False, 8, 2))))
 CANDIDATES = {"norm.rms": LANES, "norm.add_rms": LANES, "norm.rms_quantize": LANES}
 BACKWARD = 16  # elements per lane of the backward pass, which holds four values of each; not yet measured
 RESIDENT = 16 if not common.INTERPRET else 1  # its warps on a multiprocessor; few, so that loops are walked

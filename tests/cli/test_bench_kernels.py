@@ -354,18 +354,24 @@ def test_the_fastest_right_configuration_is_taken_and_read_back(monkeypatch, tmp
         cached.cache_clear()
 
 
-def test_the_table_holds_configurations_that_the_kernels_know():
-    table = json.loads(common.TUNED.read_text())
-    for name, kernel in ((name, kernel) for gpu in table.values() for name, kernel in gpu.items()):
-        words = {tuple(config) for config in tune.candidates()[name]}
-        assert {tuple(size["config"]) for size in kernel["sizes"]} <= words, f"measure {name} again"
-
-
-def test_every_candidate_has_the_words_of_its_kernel():
+@pytest.fixture
+def candidates():
+    """Those of every kernel file, by the name that it asks for."""
     for op in ops.all_ops().values():
         with contextlib.suppress(ops.UnknownImplementation):
             op.implementation("triton")
-    for name, configs in tune.candidates().items():
+    return tune.candidates()
+
+
+def test_the_table_holds_configurations_that_the_kernels_know(candidates):
+    table = json.loads(common.TUNED.read_text())
+    for name, kernel in ((name, kernel) for gpu in table.values() for name, kernel in gpu.items()):
+        words = {tuple(config) for config in candidates[name]}
+        assert {tuple(size["config"]) for size in kernel["sizes"]} <= words, f"measure {name} again"
+
+
+def test_every_candidate_has_the_words_of_its_kernel(candidates):
+    for name, configs in candidates.items():
         assert len({tuple(config) for config in configs}) == 1 and 4 <= len(configs) <= 12, name
         assert len({str(config) for config in configs}) == len(configs), f"{name} has one twice"
 

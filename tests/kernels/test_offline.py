@@ -1,8 +1,7 @@
 """Every kernel compiles for a GPU that is not here, within its registers and its shared memory.
 
 The interpreter accepts what a compiler refuses, so the ops that ask the compiler for most are compiled for
-sm_90 in the default run, at one of their released widths, and all at all their shapes for sm_90 and sm_80 under
-`slow`.
+sm_90 in the default run, at one of their released widths; under `slow` all ops, at all shapes, for sm_80 too.
 """
 
 from __future__ import annotations
