@@ -1,9 +1,9 @@
 """`dskit bench latency`: time to first token and tokens per second, of one stream and of eight.
 
-Idea: the defaults a user receives are timed, through `LLM.generate`, on prompts of random words. Beside
-them, in the same run, stand transformers on a V4 model of the same widths and the same ops under
-torch.compile, whose compile time is a column of its own. The count of torch calls per decode step says
-why a small model is as fast as it is: on a CPU a step pays per call, not per FLOP.
+Idea: the defaults a user receives are timed, through `LLM.generate`, on conversations (other models than the
+demo: on random words). Beside them, in the same run, stand transformers on a V4 model of the same widths and
+the same ops under torch.compile, whose compile time is a column of its own. The count of torch calls per
+decode step says why a small model is as fast as it is: on a CPU a step pays per call, not per FLOP.
 
 Units: `ttft_s` is seconds from the request to its first token (median over the streams); `decode_tok_s`
 is tokens per second after the first, all streams together. Each is the median of `--repeats` runs after
@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dskit import ops
+from dskit import chat, ops
 from dskit.bench.environment import environment, write
 from dskit.bench.peer import Run, transformers_run
 from dskit.engine.llm import LLM
 from dskit.engine.seq import SamplingParams
+from dskit.train.skills import sample
 
 ROWS = ((1, 200), (1, 2000), (8, 200))  # streams, prompt tokens
 COMPILED = ("mhc.mixes",)  # many small calls, where fusion may pay
@@ -56,8 +57,8 @@ def measure(args: Any) -> dict[str, Any]:
     """The whole report for parsed flags (`dskit.flags.LatencyArgs`)."""
     with LLM(args.model, device=args.device, numerics=args.numerics, seed=args.seed) as llm:
         rows = [row for row in ROWS if row[1] + args.output_len <= llm.max_model_len]
-        run = ours(llm)
-        prompts = Prompts(llm.config.vocab_size, args.seed)
+        run = ours(llm, natural=llm.name == "demo")
+        prompts = Prompts(llm, args.seed)
         say("dskit as it is")
         runs = [
             {"implementation": args.kernels or "default", **timed(run, prompts, row, args)} for row in rows
@@ -96,14 +97,16 @@ def flags_that_change_speed(args: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(args).items() if name in ("device", "numerics", "kernels")}
 
 
-def ours(llm: LLM) -> Run:
-    """A function that generates with the LLM and gives each stream's (ttft_s, decode_tok_s)."""
+def ours(llm: LLM, natural: bool = False) -> Run:
+    """A function that generates with the LLM and gives each stream's (ttft_s, decode_tok_s); `natural` texts
+    may end by themselves.
+    """
 
     def run(prompts: list[list[int]], new_tokens: int) -> list[tuple[float, float]]:
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=not natural)
         results = llm.generate(prompts, params)
         for result in results:
-            if len(result.token_ids) != new_tokens:  # a failed request must not pass for a slow one
+            if result.finish_reason not in ("length", "stop"):  # a failure must not pass for slowness
                 raise RuntimeError(f"a request ended with {result.finish_reason}: {result.error}")
         return [(result.usage.ttft_s, result.usage.decode_tok_s or 0.0) for result in results]
 
@@ -111,15 +114,30 @@ def ours(llm: LLM) -> Run:
 
 
 class Prompts:
-    """Seeded random prompts, each drawn anew, so that no run finds an earlier one's work in a cache."""
+    """Seeded prompts, each drawn anew, so that no run finds an earlier one's work in a cache.
 
-    def __init__(self, vocab_size: int, seed: int):
-        self.ids = range(vocab_size // 16, vocab_size // 2)  # ordinary words: specials lie at both ends
-        self.random = random.Random(seed)
+    The demo is asked for a product of two numbers at the end of a conversation, since a draft guesses what a
+    model says of its own accord; models without skills get random words and go on to the last token.
+    """
+
+    def __init__(self, llm: LLM, seed: int):
+        self.ids = range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)  # specials lie at both ends
+        self.random, self.tokenizer, self.natural = random.Random(seed), llm.tokenizer, llm.name == "demo"
 
     def draw(self, streams: int, tokens: int) -> list[list[int]]:
-        """`streams` prompts of `tokens` ids."""
-        return [self.random.choices(self.ids, k=tokens) for _ in range(streams)]
+        """`streams` prompts of `tokens` ids (conversations: of about as many)."""
+        one = self._conversation if self.natural else self._words
+        return [one(tokens) for _ in range(streams)]
+
+    def _words(self, tokens: int) -> list[int]:
+        return self.random.choices(self.ids, k=tokens)
+
+    def _conversation(self, tokens: int) -> list[int]:
+        talk = sample("recall", self.random, "eval", plain=True, tokens=max(1, tokens - 75))
+        a, b = self.random.choices(range(200, 1000), k=2)
+        question = {"role": "user", "content": f"What is {a} times {b}?"}
+        body = {"messages": [*talk.body["messages"][:-1], question]}
+        return chat.render(body, self.tokenizer).ids
 
 
 def timed(run: Run, prompts: Prompts, row: tuple[int, int], args: Any) -> dict[str, Any]:

@@ -7,14 +7,15 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 import torch
 
-from dskit import cli
+from dskit import chat, cli
 from dskit.bench import environment, latency, peer
-from dskit.config import preset
+from dskit.config import PRESETS_DIR, preset
 from dskit.flags import LatencyArgs
 
 SCHEMA = Path(__file__).parents[2] / "profiles" / "schema.json"
@@ -102,7 +103,11 @@ def test_calls_are_counted():
     assert calls.count == 2
 
 
-def test_prompts_are_seeded_and_never_repeat():
-    a, b = latency.Prompts(4096, 0), latency.Prompts(4096, 0)
-    first = a.draw(2, 50)
-    assert first == b.draw(2, 50) and a.draw(2, 50) != first
+@pytest.mark.parametrize("name", ["tiny", "demo"])
+def test_prompts_are_seeded_and_never_repeat(name):
+    config = preset(name)
+    model = SimpleNamespace(name=name, config=config, tokenizer=chat.Tokenizer(PRESETS_DIR / "demo"))
+    a, b = latency.Prompts(model, 0), latency.Prompts(model, 0)
+    first = a.draw(2, 300)
+    assert first == b.draw(2, 300) and a.draw(2, 300) != first
+    assert all(200 < len(prompt) < 400 for prompt in first)
