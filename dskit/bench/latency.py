@@ -67,7 +67,7 @@ def measure(args: Any) -> dict[str, Any]:
         for row in runs:
             row["torch_calls_per_step"] = calls if row["streams"] == 1 else None
         compiled, why_not_compiled = compiled_row(run, prompts, rows[0], args)
-        peer = peer_rows(llm, prompts, rows, args)
+        peer = peer_rows(llm, Prompts(llm, args.seed, natural=False), rows, args)
         settings = flags_that_change_speed(args)
         defaults = flags_that_change_speed(type(args)())
         left_out = [
@@ -120,9 +120,10 @@ class Prompts:
     model says of its own accord; models without skills get random words and go on to the last token.
     """
 
-    def __init__(self, llm: LLM, seed: int):
+    def __init__(self, llm: LLM, seed: int, natural: bool | None = None):
         self.ids = range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)  # specials lie at both ends
-        self.random, self.tokenizer, self.natural = random.Random(seed), llm.tokenizer, llm.name == "demo"
+        self.random, self.tokenizer = random.Random(seed), llm.tokenizer
+        self.natural = llm.name == "demo" if natural is None else natural
 
     def draw(self, streams: int, tokens: int) -> list[list[int]]:
         """`streams` prompts of `tokens` ids (conversations: of about as many)."""
@@ -133,7 +134,7 @@ class Prompts:
         return self.random.choices(self.ids, k=tokens)
 
     def _conversation(self, tokens: int) -> list[int]:
-        talk = sample("recall", self.random, "eval", plain=True, tokens=max(1, tokens - 75))
+        talk = sample("recall", self.random, "eval", plain=True, tokens=int(0.95 * tokens) - 10)
         a, b = self.random.choices(range(200, 1000), k=2)
         question = {"role": "user", "content": f"What is {a} times {b}?"}
         body = {"messages": [*talk.body["messages"][:-1], question]}
@@ -214,7 +215,7 @@ class Calls(TorchDispatchMode):
 
 
 def torch_calls_per_step(run: Run, prompts: Prompts) -> float:
-    """Torch operations of one decode step of one stream: those of 5 tokens less those of 1, by 4."""
+    """Torch operations by token of one stream (without a draft: by step): those of 5 tokens less those of 1."""
     counts = []
     for new_tokens in (1, 5):
         with Calls() as calls:
