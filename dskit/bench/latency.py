@@ -215,7 +215,7 @@ class Calls(TorchDispatchMode):
 
 
 def torch_calls_per_step(run: Run, prompts: Prompts) -> float:
-    """Torch operations by token of one stream (without a draft: by step): those of 5 tokens less those of 1."""
+    """Torch operations by token of one stream (without a draft: by step), from 5 tokens less 1."""
     counts = []
     for new_tokens in (1, 5):
         with Calls() as calls:
