@@ -17,6 +17,7 @@ import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -366,7 +367,8 @@ def floor_shares(rows: Rows, title: str = "Share of the floor that each kernel r
     for i, row in enumerate(rows):
         y = top - 3.6 - 4.2 * i
         write(axes, left - 1, y + 0.7, row["what"], ha="right", fontsize=9)
-        write(axes, left - 1, y - 1.0, row["shape"], ha="right", fontsize=6.8, color=theme().faint)
+        shape = shorten(row["shape"], 46, placeholder=" ...")
+        write(axes, left - 1, y - 1.0, shape, ha="right", fontsize=6.8, color=theme().faint)
         _floor_bar(axes, left, full, y, row)
     return picture
 
