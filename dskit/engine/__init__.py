@@ -27,6 +27,8 @@ tree.py       prompts that begin alike share blocks: what is known, who holds it
 runner.py     a plan becomes tensors, the model runs, logits come back
 loop.py       Engine (plan, launch, commit, step, overlap) and Handle (a request seen from any thread)
 pools.py      the caches: blocks of global KV, slots of window rings and carries
+draft.py      a draft guesses ahead: which guesses hold, and what is guessed next
+spec.py       how many guesses are worth a row; how far a draft's confidence can be trusted
 sampler.py    logits become one token: penalties, temperature, filters, a counter-based draw
 text.py       ids become text as they arrive: UTF-8 borders, stop strings
 host.py       copies between host and device that wait for nothing
