@@ -1,9 +1,10 @@
 """`dskit bench spec`: how many tokens a round with a draft gives, and what that is worth in time.
 
-Idea: prompts of every skill that neither model was trained on are answered with natural stops. With every
-guess verified, the rounds say how many held; tau counts the model's own token too. Confidences are calibrated
-on other prompts and judged on these. Then the same prompts are answered 1, 8 and 32 at a time: without a
-draft, with every guess verified, and with those that their confidence and the measured cost of a row are for.
+Idea: held-out prompts of every skill (only definitions are of words that were trained) are answered with
+natural stops. With every guess verified, the rounds say how many held; tau counts the model's own token too.
+Confidences are calibrated on other prompts and judged on these. Then the same prompts are answered 1, 8 and
+32 at a time: without a draft, with every guess verified, and with those that their confidence and the
+measured cost of a row are for.
 
 Units: tokens per round; tokens per second over all requests, from the first step to the last; milliseconds.
 `acceptance_by_position[k]`: share of guesses k + 1 that held, among those that were judged and stood behind

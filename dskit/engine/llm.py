@@ -16,6 +16,7 @@ Source: engine.md section 3; README.md of the design, decisions 2, 4, 14, 16.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -35,6 +36,7 @@ from dskit.engine.runner import ModelRunner
 from dskit.engine.seq import RequestError, Result, SamplingParams, TokenEvent
 from dskit.model import Model
 
+logger = logging.getLogger("dskit.engine")
 Prompts = str | Seq[int] | Seq[str] | Seq[Seq[int]]
 
 
@@ -117,6 +119,9 @@ class LLM:
             cfg = replace(cfg, overlap=self.device.type == "cuda")
         if cfg.drafts:
             cfg = replace(cfg, **self._measured(cfg))
+            if settings.get("speculate") == "scheduled" and cfg.step_cost is None:
+                logger.warning("no cost of rows is known here, so every guess is verified; measure it with "
+                               "`dskit bench spec --save`")
         runner = ModelRunner(
             model,
             num_blocks=cfg.num_blocks,
