@@ -49,7 +49,7 @@ def main(args: Any, command: str) -> int:
 def measure(args: Any, command: str) -> tuple[dict[str, Any], profiling.profile]:
     """The whole report for parsed flags (`dskit.flags.ProfileArgs`), and the profile itself."""
     with LLM(args.model, device=args.device, numerics=args.numerics, seed=args.seed) as llm:
-        drawn, length = Prompts(llm.config.vocab_size, args.seed), args.prompt_tokens
+        drawn, length = Prompts(llm, args.seed, natural=False), args.prompt_tokens
         if args.prompt:
             length = len(llm.encode(args.prompt))
         generate = ours(llm)
