@@ -1,6 +1,6 @@
 """What a notebook shows: pictures from data, source text, tables and panels.
 
-    figures.py    data -> Picture, a matplotlib figure that describes itself in words
+    figures/      data -> Picture, a matplotlib figure that describes itself in words
     notebook.py   notebook(), show(), shapes(), tap(), Table: the first cell and the reader's tools
     widgets.py    Panel: sliders around a picture
 

@@ -13,6 +13,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SHORT = ("00_start", "01_mla")  # run by default; the others with the slow tests
 SECONDS = 60  # of one notebook on two cores
 
 
@@ -52,7 +53,9 @@ def test_ipynb_is_what_jupytext_writes_from_the_py(name):
     assert not any(cell.outputs or cell.execution_count for cell in code), "committed without outputs"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.slow) for name in NAMES]
+)
 def test_runs_top_to_bottom_and_the_solutions_solve_it(name, tmp_path):
     """Exercises as given say `not yet`; then the solutions, in the same kernel, say `pass`."""
     notebook = read(name)

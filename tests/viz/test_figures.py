@@ -11,6 +11,7 @@ from matplotlib.colors import to_rgb
 
 from dskit.config import PRESETS, preset
 from dskit.viz import figures
+from dskit.viz.figures import page, pieces
 
 BARS = [
     {"what": "64 heads", "bytes": 131072, "vectors": 128},
@@ -71,14 +72,14 @@ def test_background_follows_the_theme_and_something_is_drawn(draw, name):
 @pytest.mark.parametrize("name", figures.THEMES)
 def test_ink_reads_on_the_page(name):
     chosen = figures.THEMES[name]
-    page = "#111111" if name == "dark" else "#ffffff"
-    assert contrast(chosen.ink, page) > 7 and contrast(chosen.faint, page) > 4.5
+    behind = "#111111" if name == "dark" else "#ffffff"
+    assert contrast(chosen.ink, behind) > 7 and contrast(chosen.faint, behind) > 4.5
 
 
 @pytest.mark.parametrize("fill", ["BLUE", "SLATE", "STONE", "SAND", "YELLOW"])
 def test_labels_read_on_their_boxes(fill):
-    colour = getattr(figures, fill)
-    assert contrast(figures.on(colour), colour) > 4.5
+    colour = getattr(page, fill)
+    assert contrast(pieces.on(colour), colour) > 4.5
 
 
 @pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
@@ -104,10 +105,10 @@ def test_the_map_of_every_preset_stays_on_the_page(name):
     config = preset(name)
     picture = figures.model_map(config, name)
     picture.draw_without_rendering()
-    page, (axes,) = picture.bbox, picture.axes
+    box, (axes,) = picture.bbox, picture.axes
     texts = {text.get_text(): text.get_window_extent() for text in axes.texts}
     assert all(
-        page.x0 <= t.x0 and t.x1 <= page.x1 and page.y0 <= t.y0 and t.y1 <= page.y1 for t in texts.values()
+        box.x0 <= t.x0 and t.x1 <= box.x1 and box.y0 <= t.y0 and t.y1 <= box.y1 for t in texts.values()
     )
     assert {str(layer) for layer in range(config.num_hidden_layers)} <= set(texts)
     assert f"[T, {config.vocab_size}]" in texts and f"[T, {config.hidden_size}]" in texts

@@ -1,0 +1,60 @@
+"""What figures are made of: boxes, text, arrows, lines; one unit is a tenth of an inch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
+
+from dskit.viz.figures.page import theme
+
+
+def on(fill: str) -> str:
+    """Black or white, whichever reads better on a fill."""
+    red, green, blue = (int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "#000000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.42 else "#ffffff"
+
+
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, fill: str, label: str = "", **text: Any
+) -> None:
+    """A rounded box with its lower left corner at (x, y), and a label in the middle."""
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            width,
+            height,
+            boxstyle="round,pad=0,rounding_size=0.7",
+            facecolor=fill,
+            linewidth=0,
+            zorder=3,
+        )
+    )
+    style = {
+        "ha": "center",
+        "va": "center_baseline",
+        "fontsize": 8.5,
+        "color": on(fill),
+        "linespacing": 1.3,
+    } | text
+    axes.text(x + width / 2, y + height / 2 + 0.15, label, zorder=4, **style)
+
+
+def write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Text in the theme's ink."""
+    axes.text(x, y, text, **({"color": theme().ink, "fontsize": 8.5, "va": "center", "zorder": 5} | style))
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """A thin arrow."""
+    style = {"arrowstyle": "-|>", "color": theme().ink, "linewidth": 0.9, "mutation_scale": 8}
+    axes.annotate("", end, start, arrowprops=style | {"shrinkA": 0, "shrinkB": 0}, zorder=4)
+
+
+def streams(axes: Axes, start: float, end: float, y: float, count: int) -> None:
+    """Parallel lines, one per residual stream, centred on y."""
+    for i in range(count):
+        axes.plot(
+            [start, end], [y + 0.9 * (i - (count - 1) / 2)] * 2, color=theme().faint, linewidth=1.1, zorder=1
+        )
