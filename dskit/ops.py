@@ -151,10 +151,18 @@ class Op:
         chosen = self._ready or self._choose(args, kwargs)
         chosen.calls += 1
         self.last_shape = args[0].shape if args and isinstance(args[0], Tensor) else None
-        if _state.ranges:
-            with torch.profiler.record_function(f"dskit::{self.name}[{chosen.name}]"):
-                return chosen.function(*args, **kwargs)
+        if _state.ranges or _state.watchers:
+            return self._watched(chosen, args, kwargs)
         return chosen.function(*args, **kwargs)
+
+    def _watched(self, chosen: Implementation, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call in sight of open profiles and watchers."""
+        name = f"dskit::{self.name}[{chosen.name}]"
+        with torch.profiler.record_function(name) if _state.ranges else nullcontext():
+            result = chosen.function(*args, **kwargs)
+        for see in _state.watchers:
+            see(self, args, kwargs, result)
+        return result
 
     @property
     def reference(self) -> Callable:
@@ -376,10 +384,11 @@ _told: set[tuple[str, str]] = set()  # words whose ops without the implementatio
 
 @dataclass
 class _State:
-    """What all ops share: the phase of the running step, open profiles, how often a choice has changed."""
+    """What all ops share: the phase of the running step, who looks on, how often a choice has changed."""
 
     phase: str = "prefill"
-    ranges: int = 0
+    ranges: int = 0  # open profiles
+    watchers: tuple[Callable, ...] = ()
     revision: int = 0
     checked: bool = False  # the words of DSKIT_USE have been
     turn: Any = field(default_factory=threading.RLock)  # held by a step, and by whoever changes a choice
@@ -588,6 +597,18 @@ def named_ranges() -> Iterator[None]:
     finally:
         with _state.turn:
             _state.ranges -= 1
+
+
+@contextmanager
+def watch(see: Callable[[Op, tuple, dict[str, Any], Any], None]) -> Iterator[None]:
+    """While open, `see(op, args, kwargs, result)` follows every call; not inside torch.compile."""
+    with _state.turn:
+        _state.watchers = (*_state.watchers, see)
+    try:
+        yield
+    finally:
+        with _state.turn:
+            _state.watchers = tuple(each for each in _state.watchers if each is not see)
 
 
 # ---- one module --------------------------------------------------------------------------------------------

@@ -5,16 +5,19 @@
     dskit.show(mla)                                    # the source of a module, class, function or op
     with dskit.tap(llm, "layers.3.ffn.gate") as seen:  # what a module returns, under the module's own name
         llm.generate("hello")
+    with dskit.tap(llm, "layers.3:mhc.sinkhorn") as seen:  # what an op is given and gives inside a module
+        llm.generate("hello")
 
 State: `notebook` seeds torch, numpy and random, and sets TRITON_INTERPRET where there is no GPU, since a
 kernel decides when it is decorated whether it is interpreted. `tap` holds copies until its `seen` is dropped.
-Errors: ValueError for an unknown theme or module name, with the nearest names; TypeError for what has no
-source; RuntimeError when none of the tapped modules ran.
+Errors: ValueError for an unknown theme, module or op, with the nearest names; TypeError for what has no
+source; RuntimeError when nothing that was tapped ran.
 Try: notebooks/00_start.ipynb
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 import html
@@ -23,7 +26,9 @@ import inspect
 import os
 import random
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ import torch
 from torch import nn
 
 import dskit
+from dskit import ops
 from dskit.table import Table  # noqa: F401 - notebooks take it from here
 
 PACKAGE = Path(dskit.__file__).parent
@@ -140,40 +146,75 @@ def show(thing: Any) -> Source:
 
 
 class tap:  # noqa: N801 - reads as a verb: with dskit.tap(llm, "layers.3.ffn.gate") as seen
-    """Record what modules return while the block runs: {name: [one value per call]}.
+    """Record what happens inside a model while the block runs: {name: [one value per call]}.
 
-    `names` are the module's own names or globs ("layers.*.attn.wkv"). Tensors are copies without a gradient;
-    tuples and lists of them keep their form, other values are kept as they are.
+    A name is a module's own, or a glob ("layers.*.attn.wkv"), and its values are what the module returned.
+    After a colon stands an op that the module itself calls ("layers.6.attn:indexer.topk"); its values are
+    dicts of the arguments, under the names of the op's signature, and the "result". Tensors are copies
+    without a gradient, in tuples, lists and dataclasses too; other values are kept as they are.
     """
 
     def __init__(self, model: Any, *names: str):
         root = model if isinstance(model, nn.Module) else model.model  # an LLM holds its model
-        known = dict(root.named_modules())
-        self.modules = {}
-        for name in names:
-            found = fnmatch.filter(known, name)
-            if not found:
-                near = ", ".join(difflib.get_close_matches(name, known, n=3)) or "print(model) lists them"
-                raise ValueError(f"tap: no module is called {name!r}; nearest: {near}")
-            self.modules |= {each: known[each] for each in found}
-        self.seen: dict[str, list] = {name: [] for name in self.modules}
-        self.hooks: list = []
+        self.known = dict(root.named_modules())
+        known_ops = ops.all_ops()
+        self.calls = [name for name in names if ":" in name]
+        for name in self.calls:
+            module, _, op = name.partition(":")
+            _matches("module", module, self.known)
+            _matches("op", op, known_ops)
+        modules = [each for name in names if ":" not in name for each in _matches("module", name, self.known)]
+        self.names = names
+        self.seen: dict[str, list] = {name: [] for name in modules}
+        self.running: list[str] = []
+        self.open = ExitStack()
 
     def __enter__(self) -> dict[str, list]:
-        for name, module in self.modules.items():
-            keep = self.seen[name].append
-            self.hooks.append(module.register_forward_hook(lambda _m, _in, out, keep=keep: keep(_copy(out))))
+        for name, values in self.seen.items():
+            self._after(self.known[name], lambda out, keep=values.append: keep(_copy(out)))
+        if self.calls:
+            for name, module in self.known.items():
+                before = module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name))
+                self.open.callback(before.remove)
+                self._after(module, lambda _: self.running.pop(), always_call=True)
+            self.open.enter_context(ops.watch(self._see))
         return self.seen
 
+    def _after(self, module: nn.Module, do: Callable[[Any], Any], **when: bool) -> None:
+        """Do something with what a module returns, and leave that as it is."""
+
+        def hook(_module: nn.Module, _inputs: tuple, out: Any) -> None:
+            do(out)
+
+        self.open.callback(module.register_forward_hook(hook, **when).remove)
+
+    def _see(self, op: ops.Op, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Keep an op's call, if it was asked for, under the innermost module that runs."""
+        name = f"{self.running[-1] if self.running else ''}:{op.name}"
+        if any(fnmatch.fnmatchcase(name, wanted) for wanted in self.calls):
+            given = inspect.signature(op.reference).bind(*args, **kwargs).arguments
+            call = {**given, "result": result}
+            self.seen.setdefault(name, []).append({key: _copy(value) for key, value in call.items()})
+
     def __exit__(self, failed: type | None, *_: Any) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        self.open.close()
+        self.running.clear()
         if failed is None and not any(self.seen.values()):
             raise RuntimeError(
-                f"tap: none of {', '.join(self.modules)} was called; either nothing ran in the block, or the "
-                "parent module reads their weights without calling them: tap the parent"
+                f"tap: nothing of {', '.join(self.names)} ran; either nothing ran in the block, or a parent "
+                "does the work without calling the module: tap the parent ('*:' and an op's name finds where "
+                "the op runs)"
             )
+
+
+def _matches(kind: str, pattern: str, known: Collection[str]) -> list[str]:
+    """The names that a glob matches, at least one."""
+    found = fnmatch.filter(known, pattern)
+    if not found:
+        near = ", ".join(difflib.get_close_matches(pattern, known, n=3))
+        lists = "print(model)" if kind == "module" else "dskit.explain()"
+        raise ValueError(f"tap: no {kind} is called {pattern!r}; nearest: {near or f'{lists} lists them'}")
+    return found
 
 
 def _copy(value: Any) -> Any:
@@ -181,4 +222,9 @@ def _copy(value: Any) -> Any:
         return value.detach().clone()
     if type(value) in (tuple, list):
         return type(value)(_copy(part) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for each in fields(value):
+            object.__setattr__(twin, each.name, _copy(getattr(value, each.name)))
+        return twin
     return value

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dskit
+from dskit import ops
 from dskit.layers import mla, norm
 from dskit.viz import figures
 from dskit.viz.notebook import Table
@@ -86,14 +87,56 @@ def test_tap_records_under_the_modules_own_names(tiny):
     assert seen["layers.0.attn.wkv"][0].shape == (len(IDS), tiny.config.head_dim)
 
 
+def test_tap_records_what_an_op_is_given_and_gives_in_the_module_that_calls_it(tiny):
+    config = tiny.config
+    with dskit.tap(tiny, "layers.*:mhc.sinkhorn", "layers.1.engram:engram.gate", "layers.1") as seen:
+        tiny.logits(IDS)
+    layers = range(config.num_hidden_layers)
+    assert seen.keys() == {f"layers.{i}:mhc.sinkhorn" for i in layers} | {
+        "layers.1.engram:engram.gate",
+        "layers.1",
+    }
+    attention, experts = seen["layers.1:mhc.sinkhorn"]
+    found = ops.find("mhc.sinkhorn").reference(attention["B_TNN"], attention["iters"], attention["eps"])
+    assert torch.equal(attention["result"], found)
+    state, _ = seen["layers.1"][0]  # the block hands one object on, which the next layers change
+    assert torch.equal(state.C, experts["result"])
+    (call,) = seen["layers.1.engram:engram.gate"]
+    assert call["X_TND"].shape == call["result"].shape and not torch.equal(call["X_TND"], call["result"])
+
+
+def test_tap_sees_the_selection_of_each_index_source(tiny):
+    config = tiny.config
+    with dskit.tap(tiny, "*:indexer.topk", "*:mla.attend_cached") as seen:
+        tiny.logits(list(range(3, 43)))
+    assert [f"layers.{i}.attn:indexer.topk" for i in config.index_source_layer_ids] == [
+        name for name in seen if name.endswith("topk")
+    ]
+    source, reader = (seen[f"layers.{i}.attn:mla.attend_cached"][0]["chosen_TK"] for i in (4, 5))
+    assert torch.equal(source, reader)  # layer 5 reuses the selection of layer 4
+
+
+def test_tap_refuses_an_unknown_op_with_the_nearest(tiny):
+    with pytest.raises(ValueError, match="no op is called 'mhc.sinkhron'; nearest: mhc.sinkhorn"):
+        dskit.tap(tiny, "layers.1:mhc.sinkhron")
+    with pytest.raises(ValueError, match="no module is called"):
+        dskit.tap(tiny, "layers.99:mhc.sinkhorn")
+
+
+def test_tap_says_when_an_op_runs_elsewhere(tiny):
+    with pytest.raises(RuntimeError, match="finds"), dskit.tap(tiny, "layers.6.attn.indexer:indexer.topk"):
+        tiny.logits(IDS)
+
+
 def test_tap_leaves_nothing_behind_and_changes_nothing(tiny):
     before = tiny.logits(IDS)
-    with dskit.tap(tiny.model, "*") as seen:
+    with dskit.tap(tiny.model, "*", "*:*") as seen:
         assert torch.equal(tiny.logits(IDS), before)
     counts = {name: len(values) for name, values in seen.items()}
     tiny.logits(IDS)
     assert counts == {name: len(values) for name, values in seen.items()}
-    assert not any(module._forward_hooks for module in tiny.model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in tiny.model.modules())
+    assert not ops._state.watchers
 
 
 def test_tap_holds_copies():
