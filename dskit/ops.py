@@ -38,7 +38,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,14 +151,13 @@ class Op:
         chosen = self._ready or self._choose(args, kwargs)
         chosen.calls += 1
         self.last_shape = args[0].shape if args and isinstance(args[0], Tensor) else None
-        if _state.ranges or _state.watchers:
+        if _state.ranging or _state.watchers:
             return self._watched(chosen, args, kwargs)
         return chosen.function(*args, **kwargs)
 
     def _watched(self, chosen: Implementation, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call in sight of open profiles and watchers."""
-        name = f"dskit::{self.name}[{chosen.name}]"
-        with torch.profiler.record_function(name) if _state.ranges else nullcontext():
+        with _range(f"dskit::{self.name}[{chosen.name}]"):
             result = chosen.function(*args, **kwargs)
         for see in _state.watchers:
             see(self, args, kwargs, result)
@@ -382,12 +381,27 @@ _rules: list[Rule] = []
 _told: set[tuple[str, str]] = set()  # words whose ops without the implementation have been named
 
 
+@dataclass(eq=False)
+class _Ranges:
+    """What steps and ops are ranges of, in one step of `every`; with 1 also outside steps."""
+
+    around: Callable[[str], AbstractContextManager]
+    every: int
+    steps: int = 0
+
+    def due(self) -> bool:
+        """Count a step; True for the first, and for every `every`-th after it."""
+        self.steps += 1
+        return (self.steps - 1) % self.every == 0
+
+
 @dataclass
 class _State:
     """What all ops share: the phase of the running step, who looks on, how often a choice has changed."""
 
     phase: str = "prefill"
-    ranges: int = 0  # open profiles
+    ranges: list[_Ranges] = field(default_factory=list)  # open profiles
+    ranging: list[Callable[[str], AbstractContextManager]] = field(default_factory=list)  # those in force
     watchers: tuple[Callable, ...] = ()
     revision: int = 0
     checked: bool = False  # the words of DSKIT_USE have been
@@ -573,10 +587,12 @@ def step(phase: str) -> Iterator[None]:
     with _state.turn:
         before = _state.phase
         _set_phase(phase)
+        _state.ranging = [ranges.around for ranges in _state.ranges if ranges.due()]
         try:
-            with torch.profiler.record_function(f"dskit::step[{phase}]") if _state.ranges else nullcontext():
+            with _range(f"dskit::step[{phase}]"):
                 yield
         finally:
+            _range_outside_steps()
             _set_phase(before)
 
 
@@ -588,15 +604,35 @@ def _set_phase(phase: str) -> None:
 
 
 @contextmanager
-def named_ranges() -> Iterator[None]:
-    """While open, steps and op calls appear in torch.profiler as `dskit::<op>[<implementation>]`."""
+def named_ranges(around: Callable[[str], AbstractContextManager] = torch.profiler.record_function,
+                 every: int = 1) -> Iterator[None]:
+    """While open, steps and op calls run inside `around("dskit::<op>[<implementation>]")`.
+
+    By default torch.profiler sees them so. With `every` above 1 only those of one step in so many do, and
+    the others cost nothing.
+    """
+    ranges = _Ranges(around, every)
     with _state.turn:
-        _state.ranges += 1
+        _state.ranges.append(ranges)
+        _range_outside_steps()
     try:
         yield
     finally:
         with _state.turn:
-            _state.ranges -= 1
+            _state.ranges.remove(ranges)
+            _range_outside_steps()
+
+
+def _range_outside_steps() -> None:
+    _state.ranging = [ranges.around for ranges in _state.ranges if ranges.every == 1]
+
+
+@contextmanager
+def _range(label: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for around in _state.ranging:
+            stack.enter_context(around(label))
+        yield
 
 
 @contextmanager

@@ -8,7 +8,8 @@ Idea: `compute(**values)` turns the values of the controls into rows, `draw(rows
 A control is a slider for (low, high, start) and a choice for a list. With `button`, rows are computed when it
 is pressed, and otherwise 150 ms after the last move.
 
-State: `data` are the rows of the last picture; files go to ./dskit-out.
+State: a Board is what every panel here is made of: `data` are the rows of the last picture, and files go to
+./dskit-out.
 Errors: what `compute` raises is shown under the controls, and the picture stays as it was. ValueError for a
 file type other than png, svg and csv.
 Try: notebooks/01_mla.ipynb
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,62 +34,42 @@ Rows = list[dict[str, Any]]
 Control = tuple[int, int, int] | Sequence[str]
 
 
-class Panel(ipywidgets.VBox):
-    """Controls, a picture, the equivalent line of code, and buttons that save."""
+class Board(ipywidgets.VBox):
+    """Controls, the picture of some rows, a line of code or a message, and buttons that save.
 
-    def __init__(
-        self,
-        compute: Callable[..., Rows],
-        draw: Callable[[Rows], Picture],
-        controls: dict[str, Control],
-        *,
-        button: str = "",
-        tip: str = "",
-    ):
-        self._compute, self._draw, self._call = compute, draw, compute.__name__
-        self._later: asyncio.TimerHandle | None = None
-        self.controls = {name: _control(name, values, tip) for name, values in controls.items()}
+    `name` is that of the files in ./dskit-out; a subclass says in `code` which line does what was clicked.
+    """
+
+    code = ""
+
+    def __init__(self, name: str, draw: Callable[[Rows], Picture], controls: Sequence[ipywidgets.Widget]):
+        self.name, self._draw = name, draw
+        self.data: Rows = []
         self._image, self._note = ipywidgets.HTML(), ipywidgets.HTML()
-        for control in self.controls.values():
-            control.observe(self._note_call if button else self._soon, names="value")
         saves = [
-            _button(kind.upper(), f"save as {kind}", lambda _, kind=kind: self._save(kind))
+            push_button(kind.upper(), f"save as {kind}", lambda _, kind=kind: self._save(kind))
             for kind in ("png", "svg", "csv")
         ]
-        go = [_button(button, tip, lambda _: self.redraw())] if button else []
-        super().__init__(
-            [
-                ipywidgets.HBox([*self.controls.values(), *go]),
-                self._image,
-                ipywidgets.HBox([*saves, self._note]),
-            ]
-        )
-        self.data: Rows = []
-        self.redraw()
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The value of each control."""
-        return {name: control.value for name, control in self.controls.items()}
-
-    @property
-    def code(self) -> str:
-        """The line of code that gives the same rows."""
-        return f"{self._call}({', '.join(f'{name}={value!r}' for name, value in self.values.items())})"
+        super().__init__([*controls, self._image, ipywidgets.HBox([*saves, self._note])])
 
     def figure(self) -> Picture:
         """The picture of the current rows."""
         return self._draw(self.data)
 
-    def redraw(self) -> None:
-        """Compute the rows of the current values and show them."""
-        try:
-            self.data = list(self._compute(**self.values))
-        except Exception as error:
-            self._note.value = f"<b>{type(error).__name__}</b>: {html.escape(str(error))}"
-            raise
+    def present(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Make these the current rows, draw them, and show the line of code."""
+        self.data = list(rows)
         self._image.value = self.figure().html()
-        self._note_call()
+        self.say_code()
+
+    def say_code(self, *_: Any) -> None:
+        """Show the line of code."""
+        self._note.value = f"<code>{html.escape(self.code)}</code>"
+
+    def say(self, message: str | Exception) -> None:
+        """Show a message instead; the picture stays."""
+        kind = f"<b>{type(message).__name__}</b>: " if isinstance(message, Exception) else ""
+        self._note.value = kind + html.escape(str(message))
 
     def save(self, path: str | Path) -> Path:
         """Write the picture (.png, .svg) or the rows (.csv); gives the path."""
@@ -107,10 +88,53 @@ class Panel(ipywidgets.VBox):
         return path
 
     def _save(self, kind: str) -> None:
-        self._note.value = f"saved to {html.escape(str(self.save(FOLDER / f'{self._call}.{kind}')))}"
+        self.say(f"saved to {self.save(FOLDER / f'{self.name}.{kind}')}")
 
-    def _note_call(self, *_: Any) -> None:
-        self._note.value = f"<code>{html.escape(self.code)}</code>"
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        """The live board, and for a frontend without widgets its picture and a sentence."""
+        bundle = super()._repr_mimebundle_(**kwargs)
+        sentence = "<p>Controls need a notebook with ipywidgets; this is the panel's picture.</p>"
+        return bundle | {"text/html": self.figure().html() + sentence, "text/plain": self.figure().alt}
+
+
+class Panel(Board):
+    """A board whose rows follow from the values of its controls."""
+
+    def __init__(
+        self,
+        compute: Callable[..., Rows],
+        draw: Callable[[Rows], Picture],
+        controls: dict[str, Control],
+        *,
+        button: str = "",
+        tip: str = "",
+    ):
+        self._compute = compute
+        self._later: asyncio.TimerHandle | None = None
+        self.controls = {name: _control(name, values, tip) for name, values in controls.items()}
+        go = [push_button(button, tip, lambda _: self.redraw())] if button else []
+        super().__init__(compute.__name__, draw, [ipywidgets.HBox([*self.controls.values(), *go])])
+        for control in self.controls.values():
+            control.observe(self.say_code if button else self._soon, names="value")
+        self.redraw()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of each control."""
+        return {name: control.value for name, control in self.controls.items()}
+
+    @property
+    def code(self) -> str:
+        """The line of code that gives the same rows."""
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.values.items())})"
+
+    def redraw(self) -> None:
+        """Compute the rows of the current values and show them."""
+        try:
+            self.present(self._compute(**self.values))
+        except Exception as error:
+            self.say(error)
+            raise
 
     def _soon(self, *_: Any) -> None:
         """Redraw once the sliders have rested; at once where no event loop runs."""
@@ -121,12 +145,6 @@ class Panel(ipywidgets.VBox):
         except RuntimeError:
             self.redraw()
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        """The live panel, and for a frontend without widgets its picture and a sentence."""
-        bundle = super()._repr_mimebundle_(**kwargs)
-        sentence = "<p>Controls need a notebook with ipywidgets; this is the panel's picture.</p>"
-        return bundle | {"text/html": self.figure().html() + sentence, "text/plain": self.figure().alt}
-
 
 def _control(name: str, values: Control, tip: str) -> ipywidgets.ValueWidget:
     if isinstance(values, tuple):
@@ -136,7 +154,8 @@ def _control(name: str, values: Control, tip: str) -> ipywidgets.ValueWidget:
     return ipywidgets.ToggleButtons(options=list(values), description=name, tooltips=tips)
 
 
-def _button(label: str, tip: str, action: Callable) -> ipywidgets.Button:
+def push_button(label: str, tip: str, action: Callable) -> ipywidgets.Button:
+    """A button as wide as its label."""
     button = ipywidgets.Button(description=label, tooltip=tip, layout={"width": "auto"})
     button.on_click(action)
     return button

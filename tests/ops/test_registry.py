@@ -1,13 +1,14 @@
 """The op registry: choices are strict, scoped and visible; only `auto` may fall back, and it says why."""
 
 import threading
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 
 import dskit
 from dskit import ops
-from dskit.layers.norm import RMSNorm
+from dskit.layers.norm import RMSNorm, rms
 from dskit.testing import all_cases, compare
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -449,3 +450,46 @@ def test_auto_trusts_a_kernel_once_a_run_has_proven_it_on_this_gpu(monkeypatch, 
     assert "sm_90" in ops.unproven("mhc.read", kernel)
     kernel.function.__module__ = "__main__"  # a reader's own, registered in a notebook
     assert ops.unproven("mhc.read", kernel) is None
+
+
+# ---- ranges ------------------------------------------------------------------------------------------------
+
+
+def labels_of(every: int, steps: int, failing: bool = False) -> list[str]:
+    """The labels that one step in `every` shows while steps and a call outside of them run."""
+    told = []
+
+    @contextmanager
+    def around(label):
+        told.append(label)
+        try:
+            yield
+        finally:
+            told.append(f"/{label}")
+
+    with ops.use("torch"), ops.named_ranges(around, every):
+        rms(X, None, 0.0, X.dtype)
+        for _ in range(steps):
+            with suppress(KeyError), ops.step("decode"):
+                rms(X, None, 0.0, X.dtype)
+                if failing:
+                    raise KeyError
+    assert not ops._state.ranges and not ops._state.ranging
+    return told
+
+
+def test_ranges_are_steps_and_calls_also_outside_them():
+    inside = ["dskit::step[decode]", "dskit::norm.rms[torch]", "/dskit::norm.rms[torch]"]
+    assert labels_of(1, 1) == [*inside[1:], *inside, "/dskit::step[decode]"]
+
+
+@pytest.mark.parametrize(("every", "steps", "watched"), [(2, 5, 3), (50, 50, 1), (50, 51, 2)])
+def test_a_sample_is_the_first_of_so_many_steps_and_whole(every, steps, watched):
+    told = labels_of(every, steps)
+    assert told.count("dskit::step[decode]") == told.count("dskit::norm.rms[torch]") == watched
+    assert told[0] == "dskit::step[decode]", "a call outside steps belongs to no sample"
+
+
+def test_a_step_that_fails_closes_its_ranges():
+    told = labels_of(3, 3, failing=True)
+    assert [label for label in told if "norm" not in label] == ["dskit::step[decode]", "/dskit::step[decode]"]
