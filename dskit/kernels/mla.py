@@ -17,6 +17,10 @@ Tiling
     shared memory.  Each group scores half of a tile's entries and sums half of the channels.  Where
     the loop has stages enough, the next tile's bytes arrive meanwhile.
 
+    Many rows read the same entries again and again, so their caches come laid out as numbers (layers/mla.py),
+    and a kernel of its own takes them: nothing is restored, channels keep their order, and a tile goes from
+    memory to the tensor cores without passing through registers, while the next one arrives.
+
 Shapes
     q [T, A, H] of bfloat16, turn complex64 [T, pairs], caches uint8 [S, nbytes] or bfloat16 [S, H], rows to
     read int64 [T, W] and [T, K] with -1 for none, sink [A] -> [T, A, H] of bfloat16.
@@ -75,8 +79,10 @@ def _config(block: int, warps: int, stages: int) -> dict[str, int]:
 # by rows of a call; not yet measured.  Up to four stages only indices arrive ahead, from five on rows do
 CONFIGS = {1 << 62: _config(64, 8, 5)}
 TAILED = {1 << 62: _config(32, 8, 1)}  # words of bfloat16 channels would be staged at the width of a row
-CANDIDATES = {"mla.attend_cached": (_config(64, 8, 1), _config(64, 8, 3), _config(64, 8, 5),
-                                    _config(32, 8, 1), _config(32, 8, 5), _config(32, 8, 7))}
+NUMBERS = {1 << 62: _config(64, 8, 2)}  # two tiles of 64 KB beside the queries'
+CANDIDATES = {"mla.attend_cached": (_config(64, 8, 1), _config(32, 8, 1), _config(32, 8, 5)),
+              "mla.attend_cached/numbers": (_config(64, 8, 2), _config(64, 8, 3), _config(32, 8, 2),
+                                            _config(32, 8, 3), _config(32, 8, 4))}
 MOST_HEADS = 64  # of one program
 MOST_SPLITS = 32
 JOINED_HEADS = 4  # heads that one program joins
@@ -340,6 +346,76 @@ def _mla_join_fwd_kernel(sum_ptr, stat_ptr, turn_ptr, sink_ptr, out_ptr, splits,
     _finish(a, b, top, total, sink_ptr, turn_ptr, out_ptr, token, head, pair, A, WIDTH, TURNS, QUANTUM)
 
 
+# ---- attention over numbers --------------------------------------------------------------------------------
+
+@triton.jit
+def _turn(from_ptr, to_ptr, turn_ptr, token, head, pair, A: tl.constexpr, WIDTH: tl.constexpr,
+          TURNS: tl.constexpr, BACK: tl.constexpr):
+    """Rotate pairs of a row's heads, or rotate them back, on their way from one tensor to another."""
+    turned, c, s = _turns(turn_ptr, token, pair[None, :], WIDTH, TURNS)
+    s = -s if BACK else s
+    at = (token * A + head[:, None]) * WIDTH + pair[None, :]
+    real = (head < A)[:, None] & (pair < WIDTH)[None, :]
+    word = tl.load(from_ptr + at, real, other=0).to(tl.uint32, bitcast=True)
+    a, b = from_bf16_pair(word)
+    word = tl.where(turned, bf16_pair(a * c - b * s, a * s + b * c), word)
+    tl.store(to_ptr + at, word.to(tl.int32, bitcast=True), real)
+
+
+@triton.jit
+def _mla_attend_numbers_fwd_kernel(q_ptr, turn_ptr, window_ptr, read_ptr, entry_ptr, chosen_ptr,
+                                   sink_ptr, out_ptr, out_word_ptr, W, K, scale, A: tl.constexpr,
+                                   HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNS: tl.constexpr,
+                                   WIDE: tl.constexpr, WIDE_TURNS: tl.constexpr, WINDOW_ENDS: tl.constexpr,
+                                   ENTRY_ENDS: tl.constexpr, BLOCK: tl.constexpr):
+    GROUPS: tl.constexpr = (A + HEADS - 1) // HEADS
+    group, token = tl.program_id(0) % GROUPS, (tl.program_id(0) // GROUPS).to(tl.int64)
+    head, channel = group * HEADS + tl.arange(0, HEADS), tl.arange(0, 2 * WIDE)[None, :]
+    _turn(q_ptr, out_word_ptr, turn_ptr, token, head, tl.arange(0, WIDE), A, WIDTH, TURNS, False)
+    read_ptr += token * W
+    low, high = _ends(read_ptr, W, WINDOW_ENDS)
+    some = tl.load(read_ptr + low, low < W, other=0)  # is read in place of -1: a load without a mask
+    first, tiles = low // BLOCK, tl.maximum((high + BLOCK - 1) // BLOCK - low // BLOCK, 0)
+    entry_first, last, entry_some = 0, tiles, some
+    if chosen_ptr is not None:
+        chosen_ptr += token * K
+        low, high = _ends(chosen_ptr, K, ENTRY_ENDS)
+        entry_some = tl.load(chosen_ptr + low, low < K, other=0)
+        entry_first = low // BLOCK
+        last += tl.maximum((high + BLOCK - 1) // BLOCK - entry_first, 0)
+    tl.debug_barrier()  # as in _query, the rotated queries pass through the row's place in the output
+    at = (token * A + head[:, None]) * (2 * WIDTH) + channel
+    real = (head < A)[:, None] & (channel < 2 * WIDTH)
+    q = tl.load(out_ptr + at, real, other=0.0)
+    top, total = tl.full([HEADS], FLOOR, tl.float32), tl.zeros([HEADS], tl.float32)
+    o = tl.zeros([HEADS, 2 * WIDE], tl.float32)
+    for tile in tl.range(0, last):  # the window's, then the entries': one loop, which never runs dry between
+        index_ptr, base_ptr, count, fill = read_ptr, window_ptr, W, some
+        start = (first + tile) * BLOCK + tl.arange(0, BLOCK)
+        if chosen_ptr is not None:
+            own = tile < tiles
+            index_ptr, base_ptr = tl.where(own, read_ptr, chosen_ptr), tl.where(own, window_ptr, entry_ptr)
+            count, fill = tl.where(own, W, K), tl.where(own, some, entry_some)
+            start = tl.where(own, start, start + (entry_first - first - tiles) * BLOCK)
+        row = tl.load(index_ptr + start, start < count, other=-1)
+        v = _load(base_ptr + tl.where(row < 0, fill, row)[:, None] * (2 * WIDTH) + channel,
+                  channel < 2 * WIDTH, WIDTH < WIDE)
+        z = tl.zeros([HEADS, BLOCK], tl.float32)
+        p, fade = to_bf16(z), tl.zeros_like(top)
+        if tile < last:  # always: see _attend
+            z = tl.where((row >= 0)[None, :], dot(q, tl.trans(v), z), float("-inf"))
+            new = tl.maximum(top, tl.max(z, axis=1) * scale)
+            fade, weight = tl.exp2(top - new), rounded_bf16(tl.exp2(z * scale - new[:, None]))
+            top, total, p = new, total * fade + tl.sum(weight, axis=1), to_bf16(weight)
+        o = dot(p, v, o * fade[:, None])
+    sink = tl.load(sink_ptr + head, head < A, other=0.0)
+    total += tl.exp2(sink * LOG2E - top)
+    tl.store(out_ptr + at, to_bf16(o * (1.0 / tl.where(total > 0, total, 1.0))[:, None]), real)
+    tl.debug_barrier()
+    last_pairs = WIDTH - TURNS + tl.arange(0, WIDE_TURNS)
+    _turn(out_word_ptr, out_word_ptr, turn_ptr, token, head, last_pairs, A, WIDTH, TURNS, True)
+
+
 # ---- launches ----------------------------------------------------------------------------------------------
 
 def _form(cache: Tensor, packing: Any, width: int) -> tuple:
@@ -427,19 +503,31 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     programs = T * cdiv(A, heads)
     free = 0 if steady else processors(q_TAH)
     splits, per = _splits(programs, cdiv(W, block) + cdiv(K, block), free)
-    sizes = {"A": A, "WIDTH": H // 2, "TURNS": turn_T.shape[1], "QUANTUM": quantum}
+    sizes = {"A": A, "WIDTH": H // 2, "TURNS": turn_T.shape[1]}
+    ends = {"WINDOW_ENDS": pow2(W), "ENTRY_ENDS": pow2(K)}
     turn = torch.view_as_real(turn_T.resolve_conj().contiguous()).view(torch.int64)
     sink, out_words = sink_A.detach().float(), out.view(torch.int32)
+    q, read_TW = q_TAH.contiguous(), read_TW.contiguous()
+    chosen_TK = chosen_TK.contiguous() if K else None
+    if splits == 1 and fmt is None and window_form[0] == entry_form[0] == "bf16":
+        config = up_to(NUMBERS, T)
+        if not steady:
+            config = tuned("mla.attend_cached/numbers", (T, W, K, A, H), config)
+        _mla_attend_numbers_fwd_kernel[(programs,)](
+            q.view(torch.int32), turn, window_SH, read_TW, entries_SH if K else None, chosen_TK, sink,
+            out, out_words, W, K, H**-0.5 * LOG2E.value, HEADS=heads, WIDE=wide,
+            WIDE_TURNS=pow2(sizes["TURNS"]), **ends, **sizes, **config)
+        return out
+    sizes["QUANTUM"] = quantum
     sums = stats = None
     if splits > 1:
         sums = torch.empty(T, splits, A, H, dtype=torch.float32, device=out.device)
         stats = torch.empty(T, splits, A, 2, dtype=torch.float32, device=out.device)
     _mla_attend_cached_fwd_kernel[(programs * splits,)](
-        q_TAH.contiguous().view(torch.int32), turn, *_views(window_SH, window_form), read_TW.contiguous(),
-        *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK.contiguous() if K else None,
-        sink, out_words, out, sums, stats, W, K, splits, per, H**-0.5 / UNIT.value * LOG2E.value,
-        window_form, entry_form, HEADS=heads, WIDE=wide, WINDOW_ENDS=pow2(W), ENTRY_ENDS=pow2(K),
-        **sizes, **config)
+        q.view(torch.int32), turn, *_views(window_SH, window_form), read_TW,
+        *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK, sink, out_words, out, sums,
+        stats, W, K, splits, per, H**-0.5 / UNIT.value * LOG2E.value, window_form, entry_form, HEADS=heads,
+        WIDE=wide, **ends, **sizes, **config)
     if splits > 1:
         heads = min(JOINED_HEADS, pow2(A))
         _mla_join_fwd_kernel[(T * cdiv(A, heads),)](sums, stats, turn, sink, out_words, splits, HEADS=heads,

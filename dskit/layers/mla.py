@@ -20,7 +20,7 @@ Try: notebooks/01_mla.ipynb
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ from dskit.layers.swa import RingPlan, remember_
 
 FLOOR = -1e30  # the running maximum starts here, so that a row without entries gives zeros and no NaN
 GATHER_ELEMENTS = 1 << 24  # gathered values held at once; longer steps go in blocks of rows
+MANY_ROWS = 512  # read the same packed rows again and again, so these are laid out as numbers before
+MOST_LAID_OUT = 64  # entries for each of those rows
 
 
 @dataclass
@@ -57,10 +59,14 @@ class Memory:
 
 @dataclass
 class Global:
-    """The global memory as the layers of one step see it, handed from source to consumer layers."""
+    """The global memory as the layers of one step see it, handed from source to consumer layers.
+
+    chosen: rows of the entries or, where there is one, of the line (the step that it is for, numbers).
+    """
 
     entries: Tensor | None = None
     keys: Tensor | None = None
+    line: tuple[object, Tensor] | None = None
     chosen: Tensor | None = None
     candidates: list[Tensor | None] | None = None
 
@@ -193,9 +199,13 @@ class Attention(nn.Module):
         if step.whole is not None:
             o = step.whole.attend(self, x_TD, latent, rotate(q, turn), window, shared)
             return self.output(rotate(o, turn, inverse=True))
+        if self.many(step, window):
+            every = torch.arange(len(window), device=window.device)
+            window = read(window, every, self.packing("window"), self.numerics.dtype)
+        entries = chosen = None
         if self.ratio:
             self.choose(x_TD, latent, step, shared)
-        entries, chosen = (shared.entries, shared.chosen) if self.ratio else (None, None)
+            entries, chosen = shared.line[1] if shared.line else shared.entries, shared.chosen
         o = attend_cached(q, turn, window, step.window(self.layer).read, entries, chosen, self.attn_sink,
                           self.numerics.dtype, (self.packing("window"), self.packing("entry")),
                           steady=self.numerics.steady)
@@ -238,7 +248,7 @@ class Attention(nn.Module):
         pooled = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
         shared.entries, latent = store_(memory.entries.get(self.layer), pooled, self.compressor.norm,
                                         plan.turn, plan.slots, self.packing("entry"), keep=True)
-        shared.chosen = None
+        shared.line = shared.chosen = None
         if hasattr(self, "indexer"):
             if not self.config.is_v41:
                 latent = self.indexer.compressor(x_TD, step.pos, memory.index_carries.get(self.layer), plan)
@@ -251,14 +261,35 @@ class Attention(nn.Module):
         if hasattr(self, "indexer"):
             if all(self._all_fit(seg) for seg in segments):
                 picked = [_everything(seg, self.config.index_topk) for seg in segments]
-                shared.chosen = _rows(segments, picked)
+                shared.chosen = _rows(self.lay_out(step, shared), picked)
                 return
             found = self.indexer.score(x_TD, latent, step.rope[True], shared.keys, segments,
                                        shared.candidates)
             picked, shared.candidates = self.indexer.select(found, segments, shared.candidates)
-            shared.chosen = _rows(segments, picked)
+            shared.chosen = _rows(self.lay_out(step, shared), picked)
         elif shared.chosen is None:  # V4 without an indexer attends to every visible entry
-            shared.chosen = _rows(segments, [_everything(seg, seg.table.shape[1]) for seg in segments])
+            picked = [_everything(seg, seg.table.shape[1]) for seg in segments]
+            shared.chosen = _rows(self.lay_out(step, shared), picked)
+
+    def many(self, step, cache: Tensor) -> bool:
+        """Whether a step has so many rows that packed ones are laid out for it, as numbers of the same value.
+
+        A kernel adds them up in another order, so not where a row's bits must be the same in any step.
+        """
+        return is_packed(cache) and len(step.ids) >= MANY_ROWS and not self.numerics.steady
+
+    def lay_out(self, step, shared: Global) -> list[Segment]:
+        """The step's segments with tables of what attention reads: rows of the entries or of their line."""
+        segments: list[Segment] = step.segments[self.ratio]
+        sizes = [seg.table.numel() for seg in segments]
+        if not self.many(step, shared.entries) or sum(sizes) > MOST_LAID_OUT * len(step.ids):
+            shared.line = None
+            return segments
+        if shared.line is None or shared.line[0] is not step:
+            rows = torch.cat([seg.table.flatten() for seg in segments])
+            shared.line = step, read(shared.entries, rows, self.packing("entry"), self.numerics.dtype)
+        every = torch.arange(sum(sizes), device=shared.entries.device).split(sizes)
+        return [replace(seg, table=own.view_as(seg.table)) for seg, own in zip(segments, every, strict=True)]
 
     def _all_fit(self, seg: Segment) -> bool:
         """True when every visible entry is chosen anyway, so that nothing needs a score."""

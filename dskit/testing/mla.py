@@ -26,8 +26,12 @@ EDGES = (*({"rows": rows} | SMALL for rows in (0, 1, 2)),
          {"rows": 2, "seen": 32} | WINDOW, {"rows": 1, "seen": 33} | WINDOW, {"rows": 1} | V4,
          {"rows": 1} | V4 | {"chosen": 0},
          {"rows": 1, "heads": 70, "width": 512, "turned": 64, "window": 3, "chosen": 16, "size": 40})
+LAID = {"numbers": 1, "heads": 3, "width": 32, "turned": 10, "window": 9, "chosen": 70, "size": 90}
+EDGES += (*({"rows": 5, "seen": s, "fits": f} | LAID for s, f in ((9, 70), (0, 65), (9, 0), (0, 0))),
+          {"rows": 5, "sinks": 1} | LAID | {"chosen": 0, "window": 70},
+          {"rows": 3} | LAID | {"heads": 70, "width": 160, "chosen": 16})
 FROZEN = tuple({"rows": rows} | REAL | kind for kind in ({"chosen": 512}, {}, {"chosen": 512, "v4": 1})
-               for rows in ROWS)
+               for rows in ROWS) + ({"rows": 4096, "chosen": 512, "numbers": 1} | REAL,)
 
 
 def packings(shape: Shape) -> tuple[Packing, Packing]:

@@ -8,7 +8,7 @@ import torch
 
 from dskit.config import preset
 from dskit.engine import pools
-from dskit.layers import cache
+from dskit.layers import cache, mla
 from dskit.layers.cache import Packing
 from dskit.layers.linear import Numerics
 from tests import drive
@@ -38,6 +38,20 @@ def check_storages(model, ids, schedule, **settings) -> None:
 def test_packed_caches_give_the_logits_of_expanded_ones(made, name):
     checkpoint = made(name)
     check_storages(checkpoint.load("release"), checkpoint.ids, SHORT)
+
+
+@pytest.mark.parametrize(("name", "share"), [("tiny", 0), ("odd", 64), ("v4-0", 64)])
+def test_rows_that_are_laid_out_have_the_same_bits(made, monkeypatch, name, share):
+    checkpoint = made(name)
+    monkeypatch.setattr(mla, "MANY_ROWS", 3)
+    monkeypatch.setattr(mla, "MOST_LAID_OUT", share)
+    laid, lay_out = [], mla.Attention.lay_out
+    monkeypatch.setattr(mla.Attention, "lay_out", lambda self, step, shared: (
+        lay_out(self, step, shared), laid.append(shared.line))[0])
+    check_storages(checkpoint.load("release"), checkpoint.ids, SHORT)
+    assert any(line is not None for line in laid) == (share > 0)
+    if name == "odd":
+        check_storages(checkpoint.load("release"), checkpoint.ids, LONG, replay="compact")
 
 
 def test_packed_caches_give_the_logits_of_the_demo(demo):
