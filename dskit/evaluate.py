@@ -46,12 +46,12 @@ def wilson(correct: int, n: int, z: float = 1.96) -> list[float]:
     return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
-def items(skill: str, n: int, seed: int) -> list[Item]:
+def items(skill: str, n: int, seed: int, recall_tokens: int = RECALL_TOKENS) -> list[Item]:
     """The evaluation's items of one skill; no two are alike."""
     rng = Random(f"eval {skill} {seed}")
     found: dict[str, Item] = {}
     while len(found) < n:
-        item = sample(skill, rng, "eval", plain=True, tokens=RECALL_TOKENS if skill == "recall" else None)
+        item = sample(skill, rng, "eval", plain=True, tokens=recall_tokens if skill == "recall" else None)
         found.setdefault(item.key, item)
     return list(found.values())
 
@@ -76,6 +76,7 @@ def evaluate(
     seed: int = 0,
     *,
     model: str = "demo",
+    recall_tokens: int = RECALL_TOKENS,
     progress: Callable[[str, int, int], None] | None = None,
     failures: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def evaluate(
 
     report: dict[str, Any] = {}
     for skill in _checked(skills, n):
-        drawn = items(skill, n or COUNT, seed)
+        drawn = items(skill, n or COUNT, seed, recall_tokens)
         prompts = [chat.render(item.body, llm.tokenizer) for item in drawn]
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS[skill])
         results = llm.generate([prompt.ids for prompt in prompts], params)

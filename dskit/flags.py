@@ -235,8 +235,8 @@ class ProfileArgs(ModelArgs):
 class TrainArgs:
     """Train a model from scratch by a recipe."""
 
-    recipe: Positional[Literal["demo", "demo-draft"]] = "demo"
-    """What to train."""
+    recipe: Positional[Literal["demo", "demo-draft", "ablate"]] = "demo"
+    """What to train: the model, its draft, or small models that each lack one mechanism."""
     steps: Count = None
     """Optimiser steps; by default the recipe's."""
     batch_size: Count = None
@@ -248,7 +248,7 @@ class TrainArgs:
     seed: int = 0
     """Seed of the weights, the data and their order."""
     disable: Annotated[str, arg(metavar="PART,...")] = ""
-    """Mechanisms to leave out, for example engram,mhc."""
+    """Mechanisms to leave out, for example engram,mhc; ablate tries those one by one (default: all)."""
     start: Text = None
     """Go on from this checkpoint's weights instead of random ones."""
     freeze: Annotated[str, arg(metavar="PART,...")] = ""
@@ -261,8 +261,12 @@ class TrainArgs:
     """Go on from the newest state in --out."""
     tensorboard: Folder = None
     """Write scalars for TensorBoard into this folder."""
-    out: Annotated[str, arg(metavar="DIR")] = "runs/demo"
-    """Where states, the CSV, the plot and the finished checkpoint go."""
+    seeds: Count = None
+    """ablate: seeds of each model, from --seed on; by default 3."""
+    limit: Count = None
+    """ablate: questions of each skill that a finished model answers; by default none."""
+    out: Folder = None
+    """Where states, the CSV, the plot and the finished checkpoint go; by default runs/RECIPE."""
     device: Text = None
     """cpu, cuda, cuda:1; by default a GPU if there is one."""
     kernels: Annotated[str | None, arg(metavar="GROUP=IMPL,...")] = None

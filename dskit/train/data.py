@@ -85,6 +85,7 @@ def batch(
     seq_len: int,
     rows: int,
     mix: Mapping[str, float] | None = None,
+    split: str = "train",
 ) -> Batch:
     """The batch of one index: conversations put into the fullest row that still has room for them."""
     mix = MIX if mix is None else mix
@@ -101,9 +102,8 @@ def batch(
     used, misses = [0] * rows, 0
     while misses < 12:
         skill = rng.choices(names, weights)[0]
-        item = sample(
-            skill, rng, tokens=_length(rng, min(LONGEST, int(0.85 * seq_len))) if skill == "recall" else None
-        )
+        length = _length(rng, min(LONGEST, int(0.85 * seq_len))) if skill == "recall" else None
+        item = sample(skill, rng, split, tokens=length)
         tokens, said = encode(item, tokenizer)
         fits = [row for row in range(rows) if used[row] + len(tokens) <= seq_len]
         if not fits:

@@ -47,14 +47,17 @@ from dskit.train import data
 from dskit.train.muon import Muon
 from dskit.train.whole import whole_step
 
-ABLATIONS = {
-    "engram": dict(engram_layer_ids=(), engram_num_embeddings=()),
-    "mhc": dict(hc_mult=1),
-    "candidates": dict(candidate_source_layer_id=-1),
-    "global": dict(compress_ratios=None, kv_source_layer_ids=(), index_source_layer_ids=(),
-                   candidate_source_layer_id=-1),
-    "moe": dict(n_routed_experts=1, num_experts_per_tok=1),
-    "sparse": {}, "rounding": {}, "balance": {}, "index_loss": {},
+# what a config without a mechanism has instead; the last four are none of the config's
+ABLATIONS: dict[str, Callable[[ModelConfig], dict]] = {
+    "engram": lambda c: dict(engram_layer_ids=(), engram_num_embeddings=()),
+    "mhc": lambda c: dict(hc_mult=1),
+    "candidates": lambda c: dict(candidate_source_layer_id=-1),
+    "sharing": lambda c: dict(kv_source_layer_ids=_reading(c), index_source_layer_ids=_reading(c),
+                              candidate_source_layer_id=-1),
+    "global": lambda c: dict(compress_ratios=(0,) * len(c.compress_ratios), kv_source_layer_ids=(),
+                             index_source_layer_ids=(), candidate_source_layer_id=-1),
+    "moe": lambda c: dict(n_routed_experts=c.num_experts_per_tok),  # every token goes to all of them
+    **dict.fromkeys(("sparse", "rounding", "balance", "index_loss"), lambda c: {}),
 }
 
 
@@ -85,11 +88,14 @@ def ablated(config: ModelConfig, disable: tuple[str, ...]) -> ModelConfig:
     for name in disable:
         if name not in ABLATIONS:
             raise ValueError(f"--disable names {name!r}; mechanisms are {', '.join(ABLATIONS)}")
-        changes = dict(ABLATIONS[name])
-        if changes.get("compress_ratios", ()) is None:
-            changes["compress_ratios"] = (0,) * len(config.compress_ratios)
+        changes = ABLATIONS[name](config)
         config = config.replace(**changes) if changes else config
     return config
+
+
+def _reading(config: ModelConfig) -> tuple[int, ...]:
+    """The layers that read a global memory."""
+    return tuple(layer for layer in range(config.num_hidden_layers) if config.ratio(layer))
 
 
 class Trainer:
@@ -523,24 +529,32 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
 
 
-def main(args) -> int:
-    """`dskit train`: run a recipe; exit status 0 when it is complete, 1 when its minutes ran out before."""
-    from dskit.train import draft
-
-    base = draft.DraftRecipe if args.recipe == "demo-draft" else Recipe
-    recipe = recipe_of(args, base)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def prepare(device: str | None) -> tuple[str, int]:
+    """(device, data workers) of a run; on a GPU also the kernels that training takes."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
         torch._dynamo.config.automatic_dynamic_shapes = False  # few shapes, each worth its own code
         torch._dynamo.config.recompile_limit = 64
         ops.prefer(fast_kernels(), "dskit train")
-    workers = max(0, (torch.multiprocessing.cpu_count() or 2) - 2)
+    return device, max(0, (torch.multiprocessing.cpu_count() or 2) - 2)
+
+
+def main(args) -> int:
+    """`dskit train`: run a recipe; exit status 0 when it is complete, 1 when its minutes ran out before."""
+    from dskit.train import ablate, draft
+
+    if args.recipe == "ablate":
+        return ablate.main(args)
+    base = draft.DraftRecipe if args.recipe == "demo-draft" else Recipe
+    recipe = recipe_of(args, base)
+    device, workers = prepare(args.device)
+    out = Path(args.out or f"runs/{args.recipe}")
     if base is draft.DraftRecipe:
         source = checkpoint.locate(args.start or "demo")
-        trainer = draft.DraftTrainer(source, chat.Tokenizer(source), recipe, Path(args.out), device, workers)
+        trainer = draft.DraftTrainer(source, chat.Tokenizer(source), recipe, out, device, workers)
     else:
         tokenizer = chat.Tokenizer(PRESETS_DIR / "demo")
-        trainer = Trainer(preset("demo").without_draft(), tokenizer, recipe, Path(args.out), device, workers)
+        trainer = Trainer(preset("demo").without_draft(), tokenizer, recipe, out, device, workers)
     if args.resume:
         trainer.resume()
     elif args.start and base is Recipe:

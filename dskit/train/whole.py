@@ -60,10 +60,12 @@ class Whole:
         q, keys = q_TAH.unflatten(0, (B, T)), shared.entries.unflatten(0, (B, -1))
         if hasattr(layer, "indexer"):
             self._index(layer, x_TD.detach(), latent_TR.detach(), shared)
+        elif layer.ratio not in self.biases:  # nothing selects: every visible entry is read
+            self._see(layer.ratio, self.seen[layer.ratio], q.dtype)
         keys = F.pad(torch.cat((window_TH.unflatten(0, (B, T)), keys), dim=1), (0, 0, 0, SINK_KEYS))
         bias = self.biases[layer.ratio]
         o = attend_whole(q, keys, bias, layer.attn_sink)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.scorer is not None:
             given = self._given(q, keys, bias, layer.attn_sink)
             score = indexing.scores(*self.scorer)
             self.index_losses.append(index_loss(score, given, self.reads[:, self.probe]))
@@ -90,8 +92,11 @@ class Whole:
                 self.reads = self._select(layer, indexing.scores(q, weight, keys), shared)
         elif layer.ratio in self.biases:
             return
-        seen = torch.cat((self.band, self.reads), dim=-1)
-        self.biases[layer.ratio] = additive_mask(seen, shared.entries.dtype)
+        self._see(layer.ratio, self.reads, shared.entries.dtype)
+
+    def _see(self, ratio: int, reads: Tensor, dtype: torch.dtype) -> None:
+        """What layers of a ratio see from now on: their window, and these entries [B, T, S]."""
+        self.biases[ratio] = additive_mask(torch.cat((self.band, reads), dim=-1), dtype)
 
     def _select(self, layer: Attention, score: Tensor, shared: Global) -> Tensor:
         """Mask [B, T, S] of the selection of an index source."""

@@ -50,6 +50,7 @@ TRAIN = {
     "train",
     "evaluate",
     "layers",
+    "table",
 }
 ALLOWED |= {"train": TRAIN, "evaluate": TRAIN}
 ALLOWED["bench"] = set(ALLOWED) | {"bench"}

@@ -27,7 +27,19 @@ SHARES = [
     {"what": "moe.gate", "shape": "rows 128", "share": None, "us": None, "peer": None, "peer_share": None},
     {"what": "mhc.read", "shape": "rows 1", "share": 1.6, "us": 2.0, "peer": None, "peer_share": None},
 ]
+CURVES = [
+    {"what": what, "seed": seed, "step": step, "loss": 8.0 - step / 10 + seed / 10 + (what == "plain") / 5}
+    for what in ("full", "plain")
+    for seed in (0, 1)
+    for step in (1, 10, 20)
+]
+EFFECTS = [
+    {"what": "no Engram", "held": "all parameters", "worse": 0.12, "worse_se": 0.02},
+    {"what": "plain residual", "held": "widths", "worse": -0.01, "worse_se": None},
+]
 DRAWN = {
+    "loss_curves": lambda: figures.loss_curves(CURVES),
+    "ablation_effects": lambda: figures.ablation_effects(EFFECTS),
     "model_map": lambda: figures.model_map(preset("demo"), "demo"),
     "memory_bars": lambda: figures.memory_bars(BARS),
     "token_strips": lambda: figures.token_strips(STRIPS),
@@ -66,7 +78,7 @@ def test_background_follows_the_theme_and_something_is_drawn(draw, name):
     seen = pixels(draw())
     assert seen[0, 0, 3] == (1 if name == "auto" else 0)
     marked = (seen[..., 3] > 0.5) & (np.abs(seen[..., :3] - seen[0, 0, :3]).sum(-1) > 0.3)
-    assert 0.02 < marked.mean() < 0.7
+    assert 0.005 < marked.mean() < 0.7  # lines take less than boxes
 
 
 @pytest.mark.parametrize("name", figures.THEMES)
