@@ -52,7 +52,7 @@ CHOICES = ("torch", "compile", "triton", "auto")
 PROVEN = Path(__file__).parent / "kernels" / "proven.json"  # GPU -> the run, and the ops whose kernels passed
 AUTO = ("triton",)  # what `auto` tries, in this order, before the reference
 PHASES = ("prefill", "decode")
-HOMES = ("dskit.model", "dskit.engine.sampler")  # importing these registers every op
+HOMES = ("dskit.model", "dskit.engine.exchange", "dskit.engine.sampler")  # importing these registers every op
 INTERPRETED = ("the Triton interpreter checks kernels and is no way to run a model: auto leaves it alone, a "
                "choice by name takes it")
 

@@ -28,7 +28,7 @@ import torch
 
 from dskit.checkpoint import draw, place
 from dskit.checkpoint.files import CheckpointError, Folder
-from dskit.checkpoint.spec import layout, spec, stored_form
+from dskit.checkpoint.spec import Held, layout, spec, stored_form
 from dskit.checkpoint.write import SHARD_SIZE, Report, convert, write
 from dskit.config import PRESETS, PRESETS_DIR, ModelConfig, preset
 from dskit.layers.engram import folding
@@ -42,31 +42,33 @@ _BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
 
 def load(source: str | Path, *, device: Device | None = None, numerics: str = "release", seed: int = 0,
-         batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None
-         ) -> Model:
+         batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None,
+         held: Held | None = None) -> Model:
     """A model from a preset's name, a checkpoint folder, or a Hugging Face id (`owner/name`).
 
     Presets other than `demo` have random weights, drawn from `seed`. numerics: "release" or "exact".
     storage: "packed", "shared" or "expanded" weights (place.py); device: a GPU if there is one, else the CPU.
     dtype: of the operands of products, in exact numerics of every value, where not the default.
+    held: which experts one rank of several has (spec.layout); the others are not read.
     """
     if _is_drawn(str(source)):
         return random(preset(str(source)), numerics=numerics, seed=seed, device=device,
-                      batch_invariant=batch_invariant, storage=storage, dtype=dtype)
+                      batch_invariant=batch_invariant, storage=storage, dtype=dtype, held=held)
     files = Folder(locate(source))
     files.check()
-    device, how, storage = _how(files.config, numerics, device, batch_invariant, storage, dtype)
-    return place.build(files.config, how, files.weights(), device=device, storage=storage, fold=files.fold)
+    device, how, storage = _how(files.config, numerics, device, batch_invariant, storage, dtype, held)
+    return place.build(files.config, how, files.weights(held), device=device, storage=storage,
+                       fold=files.fold, held=held)
 
 
 def random(config: ModelConfig, *, numerics: str = "release", seed: int = 0, device: Device | None = None,
            batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None,
-           calm: bool = False) -> Model:
+           calm: bool = False, held: Held | None = None) -> Model:
     """A model with random weights, drawn on the device; `calm` as in draw.weights, the rest as in `load`."""
-    device, how, storage = _how(config, numerics, device, batch_invariant, storage, dtype)
-    stream = draw.weights(config, seed, device=device, calm=calm)
+    device, how, storage = _how(config, numerics, device, batch_invariant, storage, dtype, held)
+    stream = draw.weights(config, seed, device=device, calm=calm, held=held)
     fold = folding(config) if config.engram_layer_ids else None
-    return place.build(config, how, stream, device=device, storage=storage, fold=fold)
+    return place.build(config, how, stream, device=device, storage=storage, fold=fold, held=held)
 
 
 def save(model: Model, folder: str | Path, shard_size: int = SHARD_SIZE) -> Path:
@@ -116,13 +118,14 @@ def _is_drawn(name: str) -> bool:
 
 
 def _how(config: ModelConfig, numerics: str, device: Device | None, batch_invariant: bool,
-         storage: str | None, dtype: torch.dtype | None) -> tuple[torch.device, Numerics, str]:
+         storage: str | None, dtype: torch.dtype | None, held: Held | None = None
+         ) -> tuple[torch.device, Numerics, str]:
     """(device, numerics, storage) with defaults filled in; CheckpointError when the weights do not fit."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     how = Numerics.of(config, numerics, device=device, batch_invariant=batch_invariant, compute=dtype)
     how = how if how.release or dtype is None else replace(how, dtype=dtype)
     storage = storage or ("packed" if device.type == "cuda" and how.release else "expanded")
-    needed, there = model_bytes(config, how, storage), _memory(device)
+    needed, there = model_bytes(config, how, storage, held), _memory(device)
     if needed > there:
         raise CheckpointError(f"the weights do not fit on {device}",
                               found=f"{there / 2**30:.1f} GiB of memory",
@@ -130,10 +133,10 @@ def _how(config: ModelConfig, numerics: str, device: Device | None, batch_invari
     return device, how, storage
 
 
-def model_bytes(config: ModelConfig, numerics: Numerics, storage: str) -> int:
+def model_bytes(config: ModelConfig, numerics: Numerics, storage: str, held: Held | None = None) -> int:
     """Bytes of a model's weights; Engram tables are always packed."""
     total = 0
-    for weight in layout(config):
+    for weight in layout(config, held):
         if weight.fmt in ("fp8", "fp4") and storage == "expanded":
             total += _count(weight.shape) * (numerics.held if config.quantized else numerics.compute).itemsize
         else:

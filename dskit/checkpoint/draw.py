@@ -22,14 +22,17 @@ from torch import Tensor
 
 from dskit.checkpoint.files import ROWS_AT_ONCE
 from dskit.checkpoint.place import pack_rows, packed
-from dskit.checkpoint.spec import Weight, layout
+from dskit.checkpoint.spec import Held, Weight, layout
 from dskit.config import ModelConfig
 
 
-def weights(config: ModelConfig, seed: int = 0, *, device: torch.device | str = "cpu", calm: bool = False
-            ) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
-    """The stream of a random checkpoint; `calm`: router biases so far apart that no rounding moves one."""
-    for weight in layout(config):
+def weights(config: ModelConfig, seed: int = 0, *, device: torch.device | str = "cpu", calm: bool = False,
+            held: Held | None = None) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
+    """The stream of a random checkpoint; `calm`: router biases so far apart that no rounding moves one.
+
+    held: which experts are drawn, as in spec.layout.
+    """
+    for weight in layout(config, held):
         generator = torch.Generator(device).manual_seed(_seed(seed, weight.name))
         if weight.fmt == "int64":
             yield weight, _choices(config, weight.shape, generator), None

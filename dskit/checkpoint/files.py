@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dskit.checkpoint.names import Part, released, unused
-from dskit.checkpoint.spec import Weight, layout, spec, stored_form
+from dskit.checkpoint.spec import Held, Weight, layout, spec, stored_form
 from dskit.config import ModelConfig
 from dskit.layers.engram import folding
 from dskit.layers.linear import scale_bytes
@@ -206,9 +206,12 @@ class Folder:
 
     # ---- reading -------------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
-        """(weight, stored tensor, its scales or None), one at a time in the order of the layout."""
-        for weight in layout(self.config):
+    def weights(self, held: Held | None = None) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
+        """(weight, stored tensor, its scales or None), one at a time in the order of the layout.
+
+        held: which experts are read, as in spec.layout.
+        """
+        for weight in layout(self.config, held):
             form = stored_form(weight, self.config).items()
             tensor, scale = ([self.read(name, dtype) for name, (dtype, _) in form] + [None])[:2]
             self._check_numbers(weight, tensor, scale)

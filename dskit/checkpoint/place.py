@@ -2,7 +2,8 @@
 
 Idea: the model is built on the meta device, without memory, and each weight goes to its parameter as it comes
 by. Names are attribute paths; only the routed experts differ: all w1 and w3 of a layer are stacked in one
-tensor, which is allocated once and filled expert by expert. So nothing is ever held twice.
+tensor, which is allocated once and filled expert by expert. So nothing is ever held twice. A rank of an
+expert-parallel group stacks the experts that it holds, and has no others read.
 
     packed    codes and scales as stored, restored when used (the default on a GPU)
     shared    packed, but one scale for 128 columns of an FP8 projection: the fastest prefill on a GPU
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dskit.checkpoint.files import ROWS_AT_ONCE
-from dskit.checkpoint.spec import ROW_GROUP, Weight, layout
+from dskit.checkpoint.spec import EXPERT, ROW_GROUP, Held, Weight, layout
 from dskit.config import ModelConfig
 from dskit.layers.engram import Table
 from dskit.layers.linear import (
@@ -37,25 +38,28 @@ from dskit.layers.linear import (
     unpack_fp4,
     unpack_fp8,
 )
+from dskit.layers.moe import RoutedExperts
 from dskit.model import Model
 
 Stream = Iterable[tuple[Weight, Tensor, Tensor | None]]  # weight, stored tensor, scales
 
 STORAGES = ("packed", "shared", "expanded")
 SHARED = 128  # columns
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight$")
 _ALIASES = {"markov_head.markov_w1": "markov_head.embed", "markov_head.markov_w2": "markov_head.head"}
 
 
 # ---- into the model ----------------------------------------------------------------------------------------
 
 def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: torch.device,
-          storage: str, fold: np.ndarray | None = None) -> Model:
+          storage: str, fold: np.ndarray | None = None, held: Held | None = None) -> Model:
     """A model on `device` with the weights of the stream, and the folded vocabulary for its Engram layers."""
     if storage not in STORAGES:
         raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
     with torch.device("meta"):
         model = Model(config, numerics)
+        for module in model.modules() if held else ():
+            if isinstance(module, RoutedExperts):
+                module.hold(held(module.w13.experts))
     for weight, tensor, scale in stream:
         place(model, weight, tensor, scale, device=device, storage=storage)
         del tensor, scale
@@ -67,7 +71,7 @@ def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: to
 def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *, device: torch.device,
           storage: str) -> None:
     """Put one weight where it belongs."""
-    if expert := _EXPERT.match(weight.name):
+    if expert := EXPERT.match(weight.name):
         _place_expert(model, expert, weight, tensor, scale, device, storage)
         return
     module, leaf = find(model, weight.name)
@@ -93,6 +97,8 @@ def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *,
 def _place_expert(model: Model, expert: re.Match, weight: Weight, tensor: Tensor, scale: Tensor | None,
                   device: torch.device, storage: str) -> None:
     at, number, name = expert[1], int(expert[2]), expert[3]
+    held = model.get_submodule(at).held
+    slots = [number] if held is None else [slot for slot, one in enumerate(held) if one == number]
     stack = model.get_submodule(f"{at}.{'w2' if name == 'w2' else 'w13'}")
     if scale is None or storage == "expanded":
         tensor, scale = _numbers(weight, tensor, scale, stack, device, _dtype(stack, scale)), None
@@ -105,7 +111,8 @@ def _place_expert(model: Model, expert: re.Match, weight: Weight, tensor: Tensor
         stack.scale = None if scale is None else _parameter(_stacked(stack.experts, scale, halves, device))
     for whole, part in ((stack.weight, tensor), (stack.scale, scale)):
         if part is not None:
-            _bytes(whole.data[number].chunk(halves)[half]).copy_(_bytes(part))
+            for slot in slots:
+                _bytes(whole.data[slot].chunk(halves)[half]).copy_(_bytes(part))
 
 
 def _dtype(module: Linear | Experts, scale: Tensor | None) -> torch.dtype:
@@ -169,7 +176,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 # ---- out of the model --------------------------------------------------------------------------------------
 
 def weights(model: Model) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
-    """The stream of a model, in the released form: what is held as numbers is packed on the way."""
+    """The stream of a model, in the released form: what is held as numbers is packed on the way.
+
+    ValueError for one that holds a part of its experts.
+    """
+    if any(isinstance(module, RoutedExperts) and module.held is not None for module in model.modules()):
+        raise ValueError("this model holds the experts of one rank; load it on one (ep=1) to write all of it")
     for weight in layout(model.config):
         tensor, scale = _held(model, weight)
         if scale is None:
@@ -178,7 +190,7 @@ def weights(model: Model) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
 
 
 def _held(model: Model, weight: Weight) -> tuple[Tensor, Tensor | None]:
-    if not (expert := _EXPERT.match(weight.name)):
+    if not (expert := EXPERT.match(weight.name)):
         module, leaf = find(model, weight.name)
         scale = getattr(module, "scale", None) if leaf == "weight" else None
         if isinstance(module, Linear) and scale is not None:  # one for each block again, where they share it

@@ -15,7 +15,8 @@ Source: model.md 4.2, 4.3, 6.1, 6.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from dskit.config import ModelConfig
@@ -23,6 +24,8 @@ from dskit.config import ModelConfig
 ROW_GROUP = (1, 32)  # elements per scale of fp4 weights and of Engram rows
 PACKED = ("fp8", "fp4", "row")
 DTYPES = {"fp8": "F8_E4M3", "row": "F8_E4M3", "fp4": "I8", "bf16": "BF16", "fp32": "F32", "int64": "I64"}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight$")
+Held = Callable[[int], list[int]]  # number of a layer's experts -> those that one rank holds, slot by slot
 
 
 class Weight(NamedTuple):
@@ -54,9 +57,17 @@ def stored_form(weight: Weight, config: ModelConfig) -> dict[str, tuple[str, tup
     return {name: (DTYPES[fmt], codes), weight.scale_name: ("F8_E8M0", scale)}
 
 
-def layout(config: ModelConfig) -> Iterator[Weight]:
-    """Every weight in the order of the files: embedding, layers, final norm and head, draft stages."""
+def layout(config: ModelConfig, held: Held | None = None) -> Iterator[Weight]:
+    """Every weight in the order of the files: embedding, layers, final norm and head, draft stages.
+
+    held: leave the experts out that it does not name.
+    """
+    own = {n: set(held(n)) for n in (config.n_routed_experts, config.draft_experts[0])} if held else {}
     for weight in _all(config):
+        expert = EXPERT.match(weight.name) if held else None
+        n = config.draft_experts[0] if weight.name.startswith("mtp.") else config.n_routed_experts
+        if expert and int(expert[2]) not in own[n]:
+            continue
         plain = weight.fmt in PACKED and not config.quantized
         yield weight._replace(fmt="bf16") if plain else weight
 

@@ -31,6 +31,8 @@ draft.py      a draft guesses ahead: which guesses hold, and what is guessed nex
 spec.py       how many guesses are worth a row; how far a draft's confidence can be trusted
 sampler.py    logits become one token: penalties, temperature, filters, a counter-based draw
 text.py       ids become text as they arrive: UTF-8 borders, stop strings
+exchange.py   experts on several ranks: which slot is where, rows there and answers back
+dist.py       the ranks of a group: who is there, what they agree on before a step
 host.py       copies between host and device that wait for nothing
 config.py     EngineConfig: sizes and limits, and every reason to refuse them at the start
 canary.py     a shadow of the caches that notices wrong blocks, slots and windows (tests; `canary="raise"`)

@@ -105,6 +105,11 @@ def _ids(w: Work, start: int, stop: int) -> np.ndarray:
     return np.asarray(known + [0] if w.unknown else known, dtype=np.int64)
 
 
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """One array of integers; also of none, where a rank of a group takes part in a step without rows."""
+    return np.concatenate((np.arange(0), *parts))
+
+
 def _put(array: np.ndarray | None, device) -> Tensor | None:
     return None if array is None else send(torch.from_numpy(np.ascontiguousarray(array)), device)
 
@@ -165,7 +170,7 @@ class ModelRunner:
         Gives tokens [B, G], the logits [B, G, V] that `pick` drew them from, and logits [B, G] of the
         confidence in each. The caches stay as they are.
         """
-        step = self._block(np.array(slots), np.array(starts), np.array(newest))
+        step = self._block(*(np.array(each, dtype=np.int64) for each in (slots, starts, newest)))
         with ops.step("decode"):
             return self.model.draft(step, self.memory, (len(slots), self.config.dspark_block_size), pick)
 
@@ -224,7 +229,7 @@ class ModelRunner:
     def _rows(self, work: list[Work], at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> Step:
         """What concerns the rows themselves; floors: first position that windows show, per work."""
         config, pos = self.config, _put(at.pos, self.device)
-        ids = np.concatenate([_ids(w, a, b) for w, a, b in zip(work, at.starts, at.stops, strict=True)])
+        ids = _joined([_ids(w, a, b) for w, a, b in zip(work, at.starts, at.stops, strict=True)])
         rope = {flag: turns(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
         image = (ids == config.image_token_id if config.image_token_id is not None
                  else np.zeros(len(ids), bool))
@@ -301,6 +306,9 @@ class ModelRunner:
             table = (blocks[:, :, None] * per_block + np.arange(per_block)).reshape(j - i, -1)[:, :longest]
             found.append(Segment(rows, shape, _put(visible, self.device), _put(table, self.device)))
             i = j
+        if not work:
+            none = _put(np.zeros((0, 1), dtype=np.int64), self.device)
+            found.append(Segment(slice(0, 0), (0, 1), none, none[:, :0]))
         return found
 
     def _grams(self, work: list[Work], at: Layout) -> Tensor:
@@ -325,4 +333,4 @@ class ModelRunner:
                 np.arange(at.offsets[i + 1] - min(at.counts[i], 1 if w.want == "last" else at.counts[i]),
                           at.offsets[i + 1])
                 for i, w in enumerate(work)]
-        return _put(np.concatenate(rows), self.device)
+        return _put(_joined(rows), self.device)

@@ -15,6 +15,9 @@ sorted by expert, go through their networks side by side, and are added up where
     permute   rows in that order, each with its weight
     combine   each token's J results, in slot order, and the shared expert's
 
+Where a model's experts lie on several ranks, the engine hands the layer an Exchange (engine/exchange.py):
+rows then travel to the ranks that hold their experts, and the answers back, before they are added up.
+
 Shapes: x_TD -> y_TD; topk_TJ int64, weight_TJ float32; experts w13 [E, 2I, D] (w1 rows first), w2 [E, D, I].
 Errors: none of its own.
 Numerics: router in float32; the weighted activation is rounded once, then again to e4m3 for w2; experts add
@@ -27,6 +30,7 @@ Source: model.md 3.11, 6.2; config fields n_routed_experts, num_experts_per_tok,
 from __future__ import annotations
 
 import itertools
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -197,8 +201,21 @@ class SharedExpert(nn.Module):
         return self.w2(activate(self.w1(x_TD), self.w3(x_TD), None, self.limit, self.numerics))
 
 
+class Exchange(Protocol):
+    """What carries rows to the experts of other ranks."""
+
+    def dispatch(self, x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor
+                 ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Rows for the experts here: (x_PD, slot [P, 1], weight [P, 1], what `combine` needs)."""
+
+    def combine(self, y_PD: Tensor, trip: Any) -> tuple[Tensor, Tensor]:
+        """What the experts of all ranks said of this rank's tokens: (y_RD, place [T, any number])."""
+
+
 class RoutedExperts(nn.Module):
-    """Stacked weights of the routed experts."""
+    """Stacked weights of the routed experts; `held`: which ones, where they are not all there in order."""
+
+    held: list[int] | None = None
 
     def __init__(self, config: ModelConfig, numerics: Numerics, n_experts: int):
         super().__init__()
@@ -206,9 +223,15 @@ class RoutedExperts(nn.Module):
         self.w13 = Experts(n_experts, D, 2 * width, numerics, fmt=config.expert_dtype, block=block)
         self.w2 = Experts(n_experts, width, D, numerics, fmt=config.expert_dtype, block=block)
 
+    def hold(self, experts: list[int]) -> None:
+        """Have room for these experts only, in this order; before any weight is placed."""
+        self.held, self.w13.experts, self.w2.experts = experts, len(experts), len(experts)
+
 
 class MoE(nn.Module):
     """Router, routed experts and the shared expert of one layer; `sizes` overrides (experts, per token)."""
+
+    exchange: Exchange | None = None
 
     def __init__(self, config: ModelConfig, layer: int, numerics: Numerics,
                  sizes: tuple[int, int] | None = None):
@@ -224,5 +247,9 @@ class MoE(nn.Module):
         """x_TD (normed) -> y_TD."""
         topk, weight = self.gate(x_TD, ids_T, image_T)
         x = self.numerics.activation(x_TD)
-        return experts(x, topk, weight, self.shared_experts(x), self.experts.w13, self.experts.w2,
-                       self.limit, self.numerics)
+        shared, stacks = self.shared_experts(x), (self.experts.w13, self.experts.w2)
+        if self.exchange is None:
+            return experts(x, topk, weight, shared, *stacks, self.limit, self.numerics)
+        rows, slot, weight, trip = self.exchange.dispatch(x, topk, weight)
+        y = experts(rows, slot, weight, None, *stacks, self.limit, self.numerics)
+        return combine(*self.exchange.combine(y, trip), shared, self.numerics.dtype)

@@ -215,3 +215,19 @@ def test_arguments_that_make_no_sense():
         checkpoint.load("tiny", device="cpu", storage="compressed")
     with pytest.raises(ValueError, match="numerics is 'fast'"):
         checkpoint.load("tiny", device="cpu", numerics="fast")
+
+
+@pytest.mark.parametrize("storage", ["packed", "expanded"])
+def test_a_rank_reads_its_experts_only_and_has_them_slot_by_slot(written, storage, monkeypatch):
+    folder, read, names = written("tiny"), Folder.read, []
+    whole = checkpoint.load(folder, device="cpu", storage=storage)
+    noting = lambda self, name, dtype: names.append(name) or read(self, name, dtype)  # noqa: E731
+    monkeypatch.setattr(Folder, "read", noting)
+    rank = checkpoint.load(folder, device="cpu", storage=storage, held=lambda experts: [experts - 1, 0, 0])
+    experts = {name.partition(".experts.")[2].partition(".")[0] for name in names} - {""}
+    config = whole.config
+    assert experts == {"0", str(config.n_routed_experts - 1), str(config.draft_experts[0] - 1)}
+    for (name, a), b in zip(whole.named_parameters(), rank.parameters(), strict=True):
+        assert same(a[[len(a) - 1, 0, 0]] if ".ffn.experts." in name else a, b), name
+    with pytest.raises(ValueError, match="ep=1"):
+        next(place.weights(rank))

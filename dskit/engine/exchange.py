@@ -1,0 +1,242 @@
+"""The experts of all ranks as one: rows travel to the ranks that hold their experts, and the answers back.
+
+Idea: a layer's E routed experts lie in P physical slots, equally many on each rank of the group: rank r holds
+the slots from r * P / size on. P - E slots are replicas, second copies of some experts. The engine hands each
+MoE layer an `Exchange`, which turns the router's experts into slots and carries rows there and back.
+
+    dispatch   a row goes once to every rank that holds one of its slots, with its slots there and its weights
+    (experts)  the layer computes the pairs (row, slot) that have come; moe.plan groups them by slot
+    combine    the answers go back and are laid out for moe.combine, which adds them up in float32
+
+On the way back a rank adds up what its experts say of a row, so that one row per rank returns; the sum over
+ranks is in ascending order. In steady numerics each expert's answer returns by itself, and they are added up
+in the router's order, as without ranks: then the bits depend neither on the number of ranks, nor on where
+experts are and which replica answers.
+
+Rows go out as they are: in release numerics, where they are rounded already, as FP8 codes with their scales,
+which restores the same bits. Everything about a row is one parcel of bytes, since Gloo carries no FP8.
+
+Replacing slot maps: a `SlotMap` is data, and the only thing that knows where an expert is. Between two steps
+(`Engine.between_steps`), on every rank: copy the weights into their new slots, the rows `[slot]` of weight
+and scale in `MoE.experts.w13` and `.w2`, then call `Exchange.map.replace_(phys2log)`. The tensors keep their
+addresses. A map that names an expert nowhere is refused and leaves the old one. `Exchange.load` counts what
+each slot has computed.
+
+Implementations: an op here gets whatever it needs in `Peers`; one with fixed sizes, as CUDA graphs ask for,
+sends `max_rows` rows to each peer and marks the slots of those that are no rows with -1.
+
+Shapes: x_TD, expert_TJ, weight_TJ (T may be 0); S rows sent, R received, Pairs with an expert here.
+State: slot maps and counts live on the model's device.
+Errors: ValueError for a map that cannot be; AssertionError for more rows than `max_rows`, a bug of the
+engine; whatever torch.distributed raises when a peer is gone or silent.
+Source: engine.md sections 11.3, 12.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dskit import ops
+from dskit.layers.linear import Numerics, decode, encode
+from dskit.layers.moe import MoE
+from dskit.model import Model
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that share experts: which of them this is, and the group that carries rows (None: alone)."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    max_rows: int = 1 << 30
+
+
+# ---- where experts are -------------------------------------------------------------------------------------
+
+
+def layout(experts: int, size: int, redundant: int = 0) -> list[int]:
+    """The expert of each physical slot at the start: every one once, then replicas of the first ones.
+
+    There are `redundant` replicas, or as many more as make the slots of all ranks equally many.
+    """
+    slots = -(-(experts + redundant) // size) * size
+    return [slot % experts for slot in range(slots)]
+
+
+def held(experts: int, peers: Peers, redundant: int = 0) -> list[int]:
+    """The expert of each slot of this rank at the start."""
+    every = layout(experts, peers.size, redundant)
+    each = len(every) // peers.size
+    return every[peers.rank * each : (peers.rank + 1) * each]
+
+
+class SlotMap:
+    """Where a layer's experts are: phys2log [P], log2phys [E, P - E + 1] (-1 behind the last), count [E]."""
+
+    def __init__(self, phys2log: Sequence[int], experts: int, device: torch.device | str = "cpu"):
+        replicas = len(phys2log) - experts + 1
+        self.phys2log = torch.empty(len(phys2log), dtype=torch.int64, device=device)
+        self.log2phys = torch.empty(experts, max(replicas, 0), dtype=torch.int64, device=device)
+        self.count = torch.empty(experts, dtype=torch.int64, device=device)
+        self.replace_(phys2log)
+
+    def replace_(self, phys2log: Sequence[int]) -> None:
+        """Take over another map, in place; raises ValueError, and changes nothing, if it cannot be."""
+        slots, experts = len(self.phys2log), len(self.count)
+        where: list[list[int]] = [[] for _ in range(experts)]
+        if len(phys2log) != slots or not all(0 <= expert < experts for expert in phys2log):
+            raise ValueError(f"a map of {slots} slots over {experts} experts, not {list(phys2log)}")
+        for slot, expert in enumerate(phys2log):
+            where[expert].append(slot)
+        if nowhere := [expert for expert, found in enumerate(where) if not found]:
+            raise ValueError(f"expert {nowhere[0]} is in no slot of {list(phys2log)}")
+        width = self.log2phys.shape[1]
+        self.phys2log.copy_(torch.tensor(phys2log))
+        self.log2phys.copy_(torch.tensor([found + [-1] * (width - len(found)) for found in where]))
+        self.count.copy_(torch.tensor([len(found) for found in where]))
+
+    def slots(self, expert_TJ: Tensor, rank: int) -> Tensor:
+        """A physical slot for each choice; replicas take turns from row to row and from rank to rank."""
+        row = torch.arange(rank, rank + expert_TJ.shape[0], device=expert_TJ.device)[:, None]
+        return self.log2phys[expert_TJ, row % self.count[expert_TJ]]
+
+
+# ---- there and back ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trip:
+    """What the way back needs: rows are sent and received in the order of ranks, then of tokens.
+
+    token_S: whose row each sent one is; slot_SJ, slot_RJ: slots at the receiver, -1 for those elsewhere.
+    """
+
+    tokens: int
+    token_S: Tensor
+    slot_SJ: Tensor
+    slot_RJ: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@ops.op("exchange.dispatch", grad=False)
+def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: str | None, peers: Peers
+             ) -> tuple[Tensor, Tensor, Trip]:
+    """Rows that come here, their weights, and where they came from: (x_RD, weight_RJ, trip).
+
+    slot_TJ: physical slots, -1 for none; `slots` of them are on each rank. fmt: x is rounded in this format.
+    """
+    assert x_TD.shape[0] <= peers.max_rows, f"{x_TD.shape[0]} rows, but a step has {peers.max_rows} at most"
+    rank_K = torch.arange(peers.size, device=x_TD.device)
+    owner_TJ = slot_TJ.div(slots, rounding_mode="floor")  # -1 stays -1
+    goes_KT = (owner_TJ == rank_K[:, None, None]).any(dim=-1)
+    to_S, token_S = goes_KT.nonzero(as_tuple=True)
+    there_SJ = owner_TJ[token_S] == to_S[:, None]
+    slot_SJ = (slot_TJ[token_S] - slots * to_S[:, None]).where(there_SJ, -1)
+    row = (x_TD,) if fmt is None else encode(x_TD, fmt)
+    parts = [*(part[token_S] for part in row), slot_SJ.int(), weight_TJ[token_S]]
+    sent_K = goes_KT.sum(dim=1)
+    sent, received = sent_K.tolist(), _swap(sent_K, None, None, peers).tolist()
+    *row, slot_RJ, weight_RJ = _open(_swap(_parcel(parts), sent, received, peers), parts)
+    x_RD = row[0] if fmt is None else decode(*row, fmt, x_TD.dtype)
+    return x_RD, weight_RJ, Trip(x_TD.shape[0], token_S, slot_SJ, slot_RJ.long(), sent, received)
+
+
+@ops.op("exchange.combine", grad=False)
+def combine(y_PD: Tensor, trip: Trip, each: bool, peers: Peers) -> tuple[Tensor, Tensor]:
+    """Answers of the pairs here go home: (rows, place), as moe.combine adds them up, place [T, ranks or J].
+
+    each: every answer travels by itself, and the places are in the router's order; otherwise one sum of each
+    row. What has no answer points to a last row of zeros.
+    """
+    here_RJ, there_SJ = trip.slot_RJ >= 0, trip.slot_SJ >= 0
+    if each:
+        back = [int(part.sum()) for part in here_RJ.split(trip.received)]
+        home = [int(part.sum()) for part in there_SJ.split(trip.sent)]
+        sent, choice = there_SJ.nonzero(as_tuple=True)
+        token, width = trip.token_S[sent], there_SJ.shape[1]
+    else:
+        y_PD = _ended(y_PD)[_numbered(here_RJ)].float().sum(dim=1).to(y_PD.dtype)
+        back, home, token, width = trip.received, trip.sent, trip.token_S, peers.size
+        choice = torch.repeat_interleave(torch.tensor(home, device=token.device))
+    rows = _swap(y_PD, back, home, peers)
+    place = torch.full((trip.tokens, width), len(rows), device=token.device)
+    place[token, choice] = torch.arange(len(rows), device=token.device)
+    return _ended(rows), place
+
+
+def _numbered(mask_RJ: Tensor) -> Tensor:
+    """The number of each true element, counted row by row; for the others the number of all."""
+    total = mask_RJ.sum()
+    return torch.where(mask_RJ, mask_RJ.flatten().cumsum(0).view_as(mask_RJ) - 1, total)
+
+
+def _ended(rows: Tensor) -> Tensor:
+    """The rows, and one of zeros."""
+    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
+
+
+def _parcel(parts: list[Tensor]) -> Tensor:
+    """Tensors with a row for each of the same things as bytes side by side."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def _open(parcel: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The inverse of `_parcel`, with other rows."""
+    widths = [part.shape[1] * part.element_size() for part in like]
+    copies = (part.clone(memory_format=torch.contiguous_format) for part in parcel.split(widths, dim=1))
+    return [copy.view(part.dtype) for copy, part in zip(copies, like, strict=True)]
+
+
+def _swap(rows: Tensor, sent: list[int] | None, received: list[int] | None, peers: Peers) -> Tensor:
+    """All to all: rows in runs, one for each rank; None: one row for each."""
+    if peers.group is None:
+        return rows
+    found = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=peers.group)
+    return found
+
+
+# ---- what a layer gets -------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """Carries the rows of one MoE layer to its experts and back."""
+
+    def __init__(self, map: SlotMap, peers: Peers, numerics: Numerics):
+        self.map, self.peers, self.each = map, peers, numerics.steady
+        self.fmt = numerics.activation_format if numerics.release else None
+        self.slots = len(map.phys2log) // peers.size
+        self.load = torch.zeros(self.slots, dtype=torch.int64, device=map.count.device)
+
+    def dispatch(self, x_TD: Tensor, expert_TJ: Tensor, weight_TJ: Tensor
+                 ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """The pairs of rows and experts here: (x [Pairs, D], slot [Pairs, 1], weight [Pairs, 1], trip)."""
+        slot_TJ = self.map.slots(expert_TJ, self.peers.rank)
+        x_RD, weight_RJ, trip = dispatch(x_TD, slot_TJ, weight_TJ, self.slots, self.fmt, self.peers)
+        row, choice = (trip.slot_RJ >= 0).nonzero(as_tuple=True)
+        slot = trip.slot_RJ[row, choice]
+        self.load += torch.bincount(slot, minlength=self.slots)
+        return x_RD[row], slot[:, None], weight_RJ[row, choice, None], trip
+
+    def combine(self, y: Tensor, trip: Any) -> tuple[Tensor, Tensor]:
+        """Answers of the pairs -> what came back to this rank's tokens: (rows, place_TK) for moe.combine."""
+        return combine(y, trip, self.each, self.peers)
+
+
+def attach(model: Model, peers: Peers, redundant: int = 0) -> dict[str, Exchange]:
+    """Give every MoE layer its exchange, the draft's too; by the layer's name."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            experts, device = module.gate.weight.shape[0], module.gate.weight.device
+            slots = SlotMap(layout(experts, peers.size, redundant), experts, device)
+            found[name] = module.exchange = Exchange(slots, peers, model.numerics)
+    return found
