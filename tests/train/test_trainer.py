@@ -44,13 +44,19 @@ def weights(run):
     return {name: p.detach().clone() for name, p in run.masters.items()}
 
 
-def test_it_learns_through_all_stages_and_the_checkpoint_holds_what_it_learned(config, tokenizer, tmp_path):
-    run = trainer(config, tokenizer, tmp_path)
+@pytest.fixture(scope="module")
+def learned(config, tokenizer, tmp_path_factory):
+    """A short run through all stages, at its end."""
+    run = trainer(config, tokenizer, tmp_path_factory.mktemp("learned"))
     assert run.run()
-    rows = (tmp_path / "log.csv").read_text().splitlines()
-    assert rows[0].startswith("step,loss,accuracy,index_kl") and (tmp_path / "loss.png").stat().st_size > 0
-    model = checkpoint.load(tmp_path / "model", device="cpu")
-    stored = run.weights(rounded=True)
+    return run
+
+
+def test_it_learns_through_all_stages_and_the_checkpoint_holds_what_it_learned(learned):
+    rows = (learned.out / "log.csv").read_text().splitlines()
+    assert rows[0].startswith("step,loss,accuracy,index_kl") and (learned.out / "loss.png").stat().st_size > 0
+    model = checkpoint.load(learned.out / "model", device="cpu")
+    stored = learned.weights(rounded=True)
     for name, p in model.named_parameters():
         if p.is_floating_point() and ".engram.embed." not in name:
             torch.testing.assert_close(p.float(), stored[name].float(), rtol=0, atol=0, msg=name)
@@ -59,16 +65,16 @@ def test_it_learns_through_all_stages_and_the_checkpoint_holds_what_it_learned(c
 def test_a_batch_seen_again_and_again_is_learned(config, tokenizer, tmp_path):
     run = trainer(config, tokenizer, tmp_path, replace(RECIPE, steps=40))
     batch = data.batch(tokenizer, 0, 0, 512, 1)
-    losses = [run.update(batch)["loss"].item() for _ in range(8)]
-    assert losses[-1] < 0.9 * losses[0]
+    losses = [run.update(batch)["loss"].item() for _ in range(5)]
+    assert losses[-1] < 0.95 * losses[0]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(config, tokenizer, tmp_path):
-    whole = to(4, trainer(config, tokenizer, tmp_path))
-    to(2, trainer(config, tokenizer, tmp_path)).save_state()
+    whole = to(3, trainer(config, tokenizer, tmp_path))  # into the stage of sparse attention
+    to(1, trainer(config, tokenizer, tmp_path)).save_state()
     second = trainer(config, tokenizer, tmp_path)
     second.resume()
-    a, b = weights(whole), weights(to(4, second))
+    a, b = weights(whole), weights(to(3, second))
     assert all(torch.equal(a[name], b[name]) for name in a)
     with pytest.raises(ValueError, match="another recipe"):
         trainer(config, tokenizer, tmp_path, replace(RECIPE, seed=1)).resume()
@@ -124,13 +130,12 @@ def test_rows_of_a_wrong_length_are_refused(config, tokenizer, tmp_path):
         whole_step(run.model, run.folding, ids, ids, sparse=False, probes=4)
 
 
-def test_a_run_goes_on_from_a_checkpoint_and_leaves_alone_what_is_frozen(config, tokenizer, tmp_path):
-    first = trainer(config, tokenizer, tmp_path)
-    assert first.run()
-    recipe = replace(RECIPE, freeze=("ffn.experts", "ffn.gate"), mix={"json": 1.0})
-    second = trainer(config, tokenizer, tmp_path / "second", recipe)
-    second.start_from(tmp_path / "model")
-    begun, stored = weights(second), first.weights(rounded=True)
+def test_a_run_goes_on_from_a_checkpoint_and_leaves_alone_what_is_frozen(learned, config, tokenizer,
+                                                                         tmp_path):
+    recipe = replace(RECIPE, steps=2, freeze=("ffn.experts", "ffn.gate"), mix={"json": 1.0})
+    second = trainer(config, tokenizer, tmp_path, recipe)
+    second.start_from(learned.out / "model")
+    begun, stored = weights(second), learned.weights(rounded=True)
     for name, value in begun.items():
         torch.testing.assert_close(value, stored[name].to(value.dtype), rtol=0, atol=0, msg=name)
     assert second.run()
@@ -139,4 +144,4 @@ def test_a_run_goes_on_from_a_checkpoint_and_leaves_alone_what_is_frozen(config,
             assert torch.equal(value, begun[name]), name
     assert not torch.equal(second.masters["embed.weight"], begun["embed.weight"])
     with pytest.raises(ValueError, match="hc_attn_fn"):
-        trainer(config.replace(hc_mult=2), tokenizer, tmp_path / "third").start_from(tmp_path / "model")
+        trainer(config.replace(hc_mult=2), tokenizer, tmp_path).start_from(learned.out / "model")
