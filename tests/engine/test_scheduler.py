@@ -98,7 +98,7 @@ def test_random_traces():
 
 @pytest.mark.slow
 def test_random_traces_full():
-    traces(1000)
+    traces(120)
 
 
 def test_long_prompts_are_cut_at_block_borders():
