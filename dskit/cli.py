@@ -327,7 +327,7 @@ EXTRAS = {  # top-level package of an import that failed: the extra that install
     "transformers": "dev",
 }
 CODES = {  # class name of an exception of dskit: exit code
-    **dict.fromkeys(("ConfigError", "UnknownOp", "UnknownImplementation"), USAGE),
+    **dict.fromkeys(("ConfigError", "EngramError", "UnknownOp", "UnknownImplementation"), USAGE),
     "Unsupported": ENVIRONMENT,
 }
 
@@ -342,7 +342,10 @@ def explain(error: BaseException) -> CliError | None:
         )
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return CliError(
-            "not enough memory", str(error), "a smaller --max-model-len or --max-num-seqs", MEMORY
+            "not enough memory",
+            str(error),
+            getattr(error, "remedy", "a smaller --max-model-len or --max-num-seqs"),
+            MEMORY,
         )
     if type(error).__module__.split(".")[0] == "openai" and getattr(error, "request", None) is not None:
         return CliError(

@@ -65,6 +65,9 @@ class ServeArgs(ModelArgs):
     is a draft."""
     accept: Literal["coupled", "rejection"] = "coupled"
     """Which guesses hold: coupled ones leave the text of a seed as it is, rejection takes more of them."""
+    engram_placement: Literal["device", "shard", "host", "mmap"] | None = None
+    """Where n-gram tables lie: on every device, spread over the ranks, once in host memory, in the file; by
+    default where they fit."""
     ui: bool = True
     """Put the chat page at /ui."""
 

@@ -34,7 +34,7 @@ from dskit.config import ModelConfig
 from dskit.layers import mhc
 from dskit.layers.compress import GroupPlan
 from dskit.layers.dspark import DraftHeads, main_projection, propose, tap
-from dskit.layers.engram import Engram
+from dskit.layers.engram import Engram, Found
 from dskit.layers.indexer import Segment
 from dskit.layers.linear import Linear, Numerics, matmul
 from dskit.layers.mla import Attention, Global, Memory
@@ -49,7 +49,8 @@ class Step:
     """Everything that the rows of one forward pass need to know about themselves.
 
     ids, pos [T]; rope: {False: window-only layers, True: layers with global KV} -> turns (rope.turns); gram
-    [T, Q] folded n-grams; image: bool [T] or None; windows: (encoder layers, decoder layers) ring plans;
+    [T, Q] folded n-grams; found: what tables that lie elsewhere say of them, or None; image: bool [T] or
+    None; windows: (encoder layers, decoder layers) ring plans;
     groups and segments per ratio; tail: (kept rows, their Step) when decoder layers run on the end of a
     prompt only (bounded replay); whole: set for whole sequences without a cache (training); wanted: rows
     whose logits are asked for.
@@ -62,6 +63,7 @@ class Step:
     groups: dict[int, GroupPlan] = field(default_factory=dict)
     segments: dict[int, list[Segment]] = field(default_factory=dict)
     gram: Tensor | None = None
+    found: Found | None = None
     image: Tensor | None = None
     tail: tuple[Tensor, Step] | None = None
     whole: object | None = None
@@ -119,7 +121,7 @@ class Block(nn.Module):
     def forward(self, state: State, step: Step, memory: Memory, shared: Global) -> tuple[State, Step]:
         """(state, step) -> (state, step) after this layer; the step shrinks if bounded replay drops rows."""
         if hasattr(self, "engram"):
-            X = self.engram(state.written(self.numerics.dtype), step.gram, step.image)
+            X = self.engram(state.written(self.numerics.dtype), step.gram, step.image, step.found)
             state.X = cast(cast(X, self.numerics.dtype), X.dtype)  # rounded, held as wide as it came
         x = self.enter("attn", state)
         if self.config.is_v41:

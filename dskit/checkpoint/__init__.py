@@ -28,6 +28,7 @@ import torch
 
 from dskit.checkpoint import draw, place
 from dskit.checkpoint.files import CheckpointError, Folder
+from dskit.checkpoint.place import Tables
 from dskit.checkpoint.spec import Held, layout, spec, stored_form
 from dskit.checkpoint.write import SHARD_SIZE, Report, convert, write
 from dskit.config import PRESETS, PRESETS_DIR, ModelConfig, preset
@@ -35,7 +36,8 @@ from dskit.layers.engram import folding
 from dskit.layers.linear import Numerics
 from dskit.model import Model
 
-__all__ = ["CheckpointError", "Report", "convert", "load", "locate", "random", "save", "spec", "write_random"]
+__all__ = ["CheckpointError", "Report", "Tables", "configuration", "convert", "default_device", "is_drawn",
+           "load", "locate", "random", "save", "spec", "write_random"]
 
 Device = str | torch.device
 _BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
@@ -43,32 +45,34 @@ _BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
 def load(source: str | Path, *, device: Device | None = None, numerics: str = "release", seed: int = 0,
          batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None,
-         held: Held | None = None) -> Model:
+         held: Held | None = None, tables: Tables | None = None) -> Model:
     """A model from a preset's name, a checkpoint folder, or a Hugging Face id (`owner/name`).
 
     Presets other than `demo` have random weights, drawn from `seed`. numerics: "release" or "exact".
     storage: "packed", "shared" or "expanded" weights (place.py); device: a GPU if there is one, else the CPU.
     dtype: of the operands of products, in exact numerics of every value, where not the default.
     held: which experts one rank of several has (spec.layout); the others are not read.
+    tables: where Engram tables go, if not where the model is.
     """
-    if _is_drawn(str(source)):
+    if is_drawn(source):
         return random(preset(str(source)), numerics=numerics, seed=seed, device=device,
-                      batch_invariant=batch_invariant, storage=storage, dtype=dtype, held=held)
+                      batch_invariant=batch_invariant, storage=storage, dtype=dtype, held=held, tables=tables)
     files = Folder(locate(source))
     files.check()
-    device, how, storage = _how(files.config, numerics, device, batch_invariant, storage, dtype, held)
-    return place.build(files.config, how, files.weights(held), device=device, storage=storage,
-                       fold=files.fold, held=held)
+    device, how, storage = _how(files.config, numerics, device, batch_invariant, storage, dtype, held, tables)
+    return place.build(files.config, how, files.weights(held, tables), device=device, storage=storage,
+                       fold=files.fold, held=held, tables=tables)
 
 
 def random(config: ModelConfig, *, numerics: str = "release", seed: int = 0, device: Device | None = None,
            batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None,
-           calm: bool = False, held: Held | None = None) -> Model:
+           calm: bool = False, held: Held | None = None, tables: Tables | None = None) -> Model:
     """A model with random weights, drawn on the device; `calm` as in draw.weights, the rest as in `load`."""
-    device, how, storage = _how(config, numerics, device, batch_invariant, storage, dtype, held)
-    stream = draw.weights(config, seed, device=device, calm=calm, held=held)
+    device, how, storage = _how(config, numerics, device, batch_invariant, storage, dtype, held, tables)
+    stream = draw.weights(config, seed, device=device, calm=calm, held=held, tables=tables)
     fold = folding(config) if config.engram_layer_ids else None
-    return place.build(config, how, stream, device=device, storage=storage, fold=fold, held=held)
+    return place.build(config, how, stream, device=device, storage=storage, fold=fold, held=held,
+                       tables=tables)
 
 
 def save(model: Model, folder: str | Path, shard_size: int = SHARD_SIZE) -> Path:
@@ -80,6 +84,11 @@ def write_random(config: ModelConfig, folder: str | Path, seed: int = 0, shard_s
                  calm: bool = False) -> Path:
     """Write a random checkpoint; loading it on a CPU gives what `random` gives there."""
     return write(config, draw.weights(config, seed, calm=calm), folder, shard_size)
+
+
+def configuration(source: str | Path) -> ModelConfig:
+    """The configuration of a preset or a checkpoint folder, without a look at the weights."""
+    return preset(str(source)) if is_drawn(source) else ModelConfig.from_folder(locate(source))
 
 
 def locate(source: str | Path) -> Path:
@@ -113,19 +122,26 @@ def _download(name: str) -> Path:
                               f"instead ({type(error).__name__}: {error})", file=name) from error
 
 
-def _is_drawn(name: str) -> bool:
+def is_drawn(source: str | Path) -> bool:
+    """Whether a source has no files: a preset whose weights are random."""
+    name = str(source)
     return name != "demo" and (name in PRESETS or re.fullmatch(r"slice:\d+", name) is not None)
 
 
+def default_device(device: Device | None) -> torch.device:
+    """The device asked for, or a GPU if there is one, else the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def _how(config: ModelConfig, numerics: str, device: Device | None, batch_invariant: bool,
-         storage: str | None, dtype: torch.dtype | None, held: Held | None = None
+         storage: str | None, dtype: torch.dtype | None, held: Held | None, tables: Tables | None
          ) -> tuple[torch.device, Numerics, str]:
     """(device, numerics, storage) with defaults filled in; CheckpointError when the weights do not fit."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device(device)
     how = Numerics.of(config, numerics, device=device, batch_invariant=batch_invariant, compute=dtype)
     how = how if how.release or dtype is None else replace(how, dtype=dtype)
     storage = storage or ("packed" if device.type == "cuda" and how.release else "expanded")
-    needed, there = model_bytes(config, how, storage, held), _memory(device)
+    needed, there = model_bytes(config, how, storage, device, held, tables), _memory(device)
     if needed > there:
         raise CheckpointError(f"the weights do not fit on {device}",
                               found=f"{there / 2**30:.1f} GiB of memory",
@@ -133,10 +149,13 @@ def _how(config: ModelConfig, numerics: str, device: Device | None, batch_invari
     return device, how, storage
 
 
-def model_bytes(config: ModelConfig, numerics: Numerics, storage: str, held: Held | None = None) -> int:
-    """Bytes of a model's weights; Engram tables are always packed."""
-    total = 0
+def model_bytes(config: ModelConfig, numerics: Numerics, storage: str, device: torch.device,
+                held: Held | None = None, tables: Tables | None = None) -> int:
+    """Bytes of a model's weights on a device; Engram tables are always packed, and may lie elsewhere."""
+    tables, total = tables or Tables(), 0
     for weight in layout(config, held):
+        if weight.table:
+            weight = weight._replace(shape=(tables.rows_on(device, weight), weight.shape[1]))
         if weight.fmt in ("fp8", "fp4") and storage == "expanded":
             total += _count(weight.shape) * (numerics.held if config.quantized else numerics.compute).itemsize
         else:

@@ -21,23 +21,25 @@ import torch
 from torch import Tensor
 
 from dskit.checkpoint.files import ROWS_AT_ONCE
-from dskit.checkpoint.place import pack_rows, packed
+from dskit.checkpoint.place import Tables, pack_rows, packed
 from dskit.checkpoint.spec import Held, Weight, layout
 from dskit.config import ModelConfig
 
 
 def weights(config: ModelConfig, seed: int = 0, *, device: torch.device | str = "cpu", calm: bool = False,
-            held: Held | None = None) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
+            held: Held | None = None, tables: Tables | None = None
+            ) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
     """The stream of a random checkpoint; `calm`: router biases so far apart that no rounding moves one.
 
-    held: which experts are drawn, as in spec.layout.
+    held: which experts are drawn, as in spec.layout; tables: where Engram tables are drawn to.
     """
+    tables = tables or Tables()
     for weight in layout(config, held):
         generator = torch.Generator(device).manual_seed(_seed(seed, weight.name))
         if weight.fmt == "int64":
             yield weight, _choices(config, weight.shape, generator), None
         elif weight.fmt == "row":
-            yield weight, *_rows(weight, generator)
+            yield weight, *_rows(weight, generator, tables)
         else:
             yield weight, *packed(weight, _numbers(config, weight, generator, calm), config)
 
@@ -67,13 +69,13 @@ def _numbers(config: ModelConfig, weight: Weight, generator: torch.Generator, ca
     return noise * shape[-1] ** -0.5
 
 
-def _rows(weight: Weight, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """An Engram table, a part at a time: the released ones are 92 GiB."""
+def _rows(weight: Weight, generator: torch.Generator, tables: Tables) -> tuple[Tensor, Tensor]:
+    """This process' rows of an Engram table, a part at a time: the released ones are 92 GiB."""
     rows, width = weight.shape
     device = generator.device
     counts = (min(ROWS_AT_ONCE, rows - start) for start in range(0, rows, ROWS_AT_ONCE))
     parts = (0.5 * torch.randn(count, width, generator=generator, device=device) for count in counts)
-    return pack_rows(parts, weight, device)
+    return pack_rows(parts, tables.share(weight), tables.room(weight, device))
 
 
 def _choices(config: ModelConfig, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,9 @@ from dskit.checkpoint.spec import Held, Weight, layout, spec, stored_form
 from dskit.config import ModelConfig
 from dskit.layers.engram import folding
 from dskit.layers.linear import scale_bytes
+
+if TYPE_CHECKING:
+    from dskit.checkpoint.place import Tables
 
 INDEX = "model.safetensors.index.json"
 ROWS_AT_ONCE = 1 << 20  # rows of a large table that a check looks at together
@@ -206,15 +209,20 @@ class Folder:
 
     # ---- reading -------------------------------------------------------------------------------------------
 
-    def weights(self, held: Held | None = None) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
+    def weights(self, held: Held | None = None, tables: Tables | None = None
+                ) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
         """(weight, stored tensor, its scales or None), one at a time in the order of the layout.
 
-        held: which experts are read, as in spec.layout.
+        held: which experts are read, as in spec.layout; tables: which rows of Engram tables.
         """
         for weight in layout(self.config, held):
             form = stored_form(weight, self.config).items()
             tensor, scale = ([self.read(name, dtype) for name, (dtype, _) in form] + [None])[:2]
-            self._check_numbers(weight, tensor, scale)
+            looked = slice(None)
+            if weight.table and tables is not None:
+                rows, looked = tables.share(weight), slice(ROWS_AT_ONCE if tables.sampled else None)
+                tensor, scale = tensor[rows], None if scale is None else scale[rows]
+            self._check_numbers(weight, tensor[looked], None if scale is None else scale[looked])
             yield weight, tensor, scale
             del tensor, scale
 

@@ -48,10 +48,39 @@ SHARED = 128  # columns
 _ALIASES = {"markov_head.markov_w1": "markov_head.embed", "markov_head.markov_w2": "markov_head.head"}
 
 
+class Tables:
+    """Where Engram tables go: whole to the model's device, on a CPU left in the file, mapped.
+
+    They may exceed the memory; other places for them are the engine's (engine/engram.py).
+    """
+
+    sampled = False  # whether a look at some rows has to do, where reading them all would take minutes
+
+    def share(self, weight: Weight) -> slice:
+        """Rows of a table that this process reads, or draws."""
+        return slice(0, weight.shape[0])
+
+    def room(self, weight: Weight, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Memory for the codes and scales of those rows, for tables that are drawn."""
+        rows = len(range(weight.shape[0])[self.share(weight)])
+        widths = weight.shape[1], -(-weight.shape[1] // ROW_GROUP[1])
+        return tuple(torch.empty(rows, width, dtype=torch.uint8, device=device) for width in widths)
+
+    def keep(self, weight: Weight, tensor: Tensor, scale: Tensor | None, device: torch.device
+             ) -> tuple[Tensor, Tensor | None]:
+        """What the model holds of a table of which those rows came by."""
+        return tensor.to(device), None if scale is None else _copy(scale, device)
+
+    def rows_on(self, device: torch.device, weight: Weight) -> int:
+        """Rows that take memory of the device."""
+        return weight.shape[0]
+
+
 # ---- into the model ----------------------------------------------------------------------------------------
 
 def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: torch.device,
-          storage: str, fold: np.ndarray | None = None, held: Held | None = None) -> Model:
+          storage: str, fold: np.ndarray | None = None, held: Held | None = None,
+          tables: Tables | None = None) -> Model:
     """A model on `device` with the weights of the stream, and the folded vocabulary for its Engram layers."""
     if storage not in STORAGES:
         raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
@@ -61,7 +90,7 @@ def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: to
             if isinstance(module, RoutedExperts):
                 module.hold(held(module.w13.experts))
     for weight, tensor, scale in stream:
-        place(model, weight, tensor, scale, device=device, storage=storage)
+        place(model, weight, tensor, scale, device=device, storage=storage, tables=tables or Tables())
         del tensor, scale
     finish(model, device)
     model.folding = fold
@@ -69,14 +98,15 @@ def build(config: ModelConfig, numerics: Numerics, stream: Stream, *, device: to
 
 
 def place(model: Model, weight: Weight, tensor: Tensor, scale: Tensor | None, *, device: torch.device,
-          storage: str) -> None:
+          storage: str, tables: Tables) -> None:
     """Put one weight where it belongs."""
     if expert := EXPERT.match(weight.name):
         _place_expert(model, expert, weight, tensor, scale, device, storage)
         return
     module, leaf = find(model, weight.name)
     if isinstance(module, Table):
-        _place_table(module, tensor, scale, device)
+        tensor, scale = tables.keep(weight, tensor, scale, device)
+        module.weight, module.scale = _parameter(tensor), None if scale is None else _parameter(scale)
     elif isinstance(module, Linear):
         if weight.shape != (module.out_features, module.in_features):
             raise RuntimeError(f"{weight.name} is {weight.shape} in the layout, but the model's is "
@@ -122,13 +152,6 @@ def _dtype(module: Linear | Experts, scale: Tensor | None) -> torch.dtype:
 
 def _stacked(experts: int, part: Tensor, halves: int, device: torch.device) -> Tensor:
     return torch.empty(experts, halves * part.shape[0], part.shape[1], dtype=part.dtype, device=device)
-
-
-def _place_table(table: Table, tensor: Tensor, scale: Tensor | None, device: torch.device) -> None:
-    """Engram rows stay as they are stored; on a CPU in the file, mapped, since they may exceed the memory."""
-    mapped = device.type == "cpu" and tensor.device.type == "cpu"
-    table.weight = _parameter(tensor if mapped else _copy(tensor, device))
-    table.scale = None if scale is None else _parameter(_copy(scale, device))
 
 
 def _numbers(weight: Weight, tensor: Tensor, scale: Tensor | None, module: Linear | Experts,
@@ -184,6 +207,9 @@ def weights(model: Model) -> Iterator[tuple[Weight, Tensor, Tensor | None]]:
         raise ValueError("this model holds the experts of one rank; load it on one (ep=1) to write all of it")
     for weight in layout(model.config):
         tensor, scale = _held(model, weight)
+        if weight.table and len(tensor) != weight.shape[0]:
+            raise ValueError(f"{weight.name} is spread over ranks, and {len(tensor)} of {weight.shape[0]} "
+                             "rows are here; load the model with another engram_placement to save it")
         if scale is None:
             tensor, scale = packed(weight, tensor, model.config)
         yield weight, tensor.detach(), None if scale is None else scale.detach()
@@ -211,19 +237,23 @@ def packed(weight: Weight, numbers: Tensor, config: ModelConfig) -> tuple[Tensor
     if weight.fmt == "fp8":
         return pack_fp8(numbers, config.weight_block_size)
     if weight.fmt == "row":
-        return pack_rows(numbers.split(ROWS_AT_ONCE), weight, numbers.device)
+        here = Tables()
+        return pack_rows(numbers.split(ROWS_AT_ONCE), here.share(weight), here.room(weight, numbers.device))
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "int64": torch.int64}[weight.fmt]
     return numbers if not config.quantized else numbers.to(dtype), None
 
 
-def pack_rows(parts: Iterable[Tensor], weight: Weight, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of an Engram table that comes in parts of consecutive rows."""
-    rows, width = weight.shape
-    codes = torch.empty(rows, width, dtype=torch.uint8, device=device)
-    scales = torch.empty(rows, -(-width // ROW_GROUP[1]), dtype=torch.uint8, device=device)
+def pack_rows(parts: Iterable[Tensor], rows: slice, room: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of some rows of an Engram table that comes in parts of consecutive rows."""
     start = 0
     for part in parts:
-        for whole, tensor in zip((codes, scales), pack_fp8(part, ROW_GROUP), strict=True):
-            whole[start : start + len(part)] = tensor.view(torch.uint8)
+        first, last = max(start, rows.start), min(start + len(part), rows.stop)
+        if first < last:
+            mine = pack_fp8(part[first - start : last - start], ROW_GROUP)
+            for whole, tensor in zip(room, mine, strict=True):
+                whole[first - rows.start : last - rows.start] = tensor.view(torch.uint8)
         start += len(part)
+        if start >= rows.stop:
+            break
+    codes, scales = room
     return codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)

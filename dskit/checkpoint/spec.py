@@ -40,6 +40,11 @@ class Weight(NamedTuple):
         """Where the scales of a packed weight are stored."""
         return self.name.removesuffix("weight") + "scale"
 
+    @property
+    def table(self) -> bool:
+        """Whether it is an Engram table, which may lie elsewhere than the model (place.Tables)."""
+        return self.name.endswith("engram.embed.weight")
+
 
 def spec(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """(safetensors dtype, shape) of every tensor of the checkpoint, scales right after their weights."""

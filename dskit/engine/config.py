@@ -68,6 +68,8 @@ class EngineConfig:
     """What the draft's confidences are divided by, as `dskit bench spec` fits them."""
     canary: str = "off"
     """Check every step's reads and writes against a shadow of the caches: "off", "log", "raise"."""
+    engram_placement: str | None = None
+    """Where Engram tables lie: "device", "shard", "host", "mmap" (engine/engram.py); None: where they fit."""
     sliding_window: int | None = None
     """The model's window; no setting, `of` fills it in."""
 

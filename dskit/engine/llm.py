@@ -28,7 +28,7 @@ import torch
 
 from dskit import chat, checkpoint, ops
 from dskit.config import PRESETS
-from dskit.engine import spec
+from dskit.engine import engram, spec
 from dskit.engine.config import EngineConfig
 from dskit.engine.loop import Engine, Handle
 from dskit.engine.pools import Blocks, Slots
@@ -66,10 +66,11 @@ class LLM:
     seed             of the random weights of presets that ship none
     dtype            of the operands of products, where not the default
     batch_invariant  the same bits for a request in any batch; slower
+    engram_placement where the n-gram tables lie: device, shard, host, mmap; None: where they fit
     tokenizer        None: the checkpoint's tokenizer.json; one token per byte where it has none
     others           EngineConfig: max_model_len, max_num_seqs, max_num_batched_tokens, replay, ...
 
-    A ready Model brings its own device and numerics; the first five are not read then.
+    A ready Model brings its own device, numerics and tables; the first five are not read then.
     """
 
     def __init__(
@@ -89,10 +90,22 @@ class LLM:
         batch_invariant: bool = False,
         replay: str = "off",
         exact_prefix: bool = True,
+        engram_placement: str | None = None,
         **settings: Any,
     ):
         self.name = "model" if isinstance(model, Model) else str(model)
-        if not isinstance(model, Model):
+        self.engram = None
+        if isinstance(model, Model):
+            if engram_placement is not None:
+                raise engram.EngramError(f"engram_placement is {engram_placement!r}, but a ready Model's "
+                                         "tables stay where they are; name a preset or a folder")
+        else:
+            self.engram = engram.choose(
+                checkpoint.configuration(model),
+                checkpoint.default_device(device),
+                engram_placement,
+                files=not checkpoint.is_drawn(model),
+            )
             model = checkpoint.load(
                 model,
                 device=device,
@@ -100,6 +113,7 @@ class LLM:
                 dtype=dtype,
                 seed=seed,
                 batch_invariant=batch_invariant,
+                tables=self.engram,
             )
         self.model, self.config, self.device = model, model.config, model.norm.weight.device
         self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
@@ -113,6 +127,7 @@ class LLM:
             block_size=block_size,
             replay=replay,
             exact_prefix=exact_prefix,
+            engram_placement=self.engram and self.engram.name,
             **settings,
         )
         if cfg.overlap is None:
@@ -130,6 +145,7 @@ class LLM:
             replay=cfg.replay,
             keep=cfg.keep_tokens,
             drafts=cfg.drafts,
+            engram=self.engram and self.engram.serve(model),
         )
         defaults = self.tokenizer.generation
         eos = defaults.get("eos_token_id", model.config.eos_token_id)
@@ -312,8 +328,9 @@ class LLM:
 
     def stats(self) -> dict[str, int]:
         """running, waiting, blocks_free (cached ones too), blocks_total, blocks_cached, slots_free, steps,
-        tokens, preemptions, evictions."""
-        return self.engine.stats()
+        tokens, preemptions, evictions; of a model with Engram also engram_bytes, engram_lookups,
+        engram_wait_us."""
+        return self.engine.stats() | (self.engram.stats() if self.engram else {})
 
     @property
     def max_model_len(self) -> int:
@@ -323,6 +340,8 @@ class LLM:
     def close(self) -> None:
         """End every request and free the model and its caches; calling it twice is fine."""
         self.engine.close()
+        if self.engram is not None:
+            self.engram.close()
         self.model = None
 
     def __enter__(self) -> LLM:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.engine import pools
+from dskit.engine.engram import Placement
 from dskit.engine.host import send
 from dskit.engine.seq import Copies
 from dskit.layers.compress import GroupPlan
@@ -121,7 +122,8 @@ class ModelRunner:
     """Runs one model over its own caches."""
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int, num_slots: int, replay: str = "off",
-                 keep: int | None = None, cache_storage: str | None = None, drafts: bool = False):
+                 keep: int | None = None, cache_storage: str | None = None, drafts: bool = False,
+                 engram: Placement | None = None):
         self.model, self.config, self.block_size = model, model.config, block_size
         self.graphs = None  # captured steps, with a `recapture`; this version runs eagerly
         self.num_blocks, self.num_slots = num_blocks, num_slots
@@ -130,6 +132,7 @@ class ModelRunner:
         self.newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)  # token of each slot
         if self.config.engram_layer_ids:
             self.folding = torch.from_numpy(model.folding).to(self.device)
+            self.engram = engram or Placement(self.config, self.device).serve(model)
         self.replay, self.keep = replay, keep or self.config.sliding_window + 2 * pools.backtrack(self.config)
         if replay != "off":
             self._check_replay()
@@ -212,6 +215,8 @@ class ModelRunner:
         tail_start = np.array([max(w.prompt_len - self.keep, 0) for w in work], dtype=np.int64)
         late_floor = np.maximum(floor, tail_start) if self.replay != "off" else floor
         step = self._rows(work, at, floor, late_floor)
+        if step.gram is not None:
+            step.found = self.engram.fetch(step.gram)
         step.groups = {r: self._groups(work, at, r) for r in self._ratios}
         step.wanted = self._wanted(work, at)
         if self.replay == "compact" and (at.starts < tail_start).any():

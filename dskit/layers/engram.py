@@ -9,7 +9,8 @@ value is added. Ids are first folded (case, accents and spaces merged), so that 
     d_j = <rms(X_j) q_weight_j, rms(key_j) k_weight_j> / sqrt(D)
 
 Shapes: gram [T, Q] folded ids, newest first -> rows [T, C] -> numbers [T, C*Y] -> X_TND in place of X.
-State: the engine remembers the last Q-1 ids of a request; nothing else.
+State: the engine remembers the last Q-1 ids of a request; nothing else. A table may lie elsewhere than the
+layer (on other ranks, in host memory, in a file): the engine then hands over a `Found` with the numbers.
 Errors: ValueError when a tokenizer folds to another size than the config says.
 Numerics: int64 hash without wrap; the gate in float32, one rounding.
 Kernel: kernels/engram.py (engram.hash, engram.gather, engram.gate)
@@ -17,6 +18,8 @@ Source: model.md 3.10; config fields engram_*.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -104,6 +107,13 @@ def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, 
     return mixed if image_T is None else torch.where(image_T[:, None, None], X_TND, mixed)
 
 
+class Found(Protocol):
+    """What was looked up for the rows of a step, in tables that lie elsewhere."""
+
+    def rows(self, layer: int) -> Tensor:
+        """The numbers [T, C*Y] of a layer; waits until they are there."""
+
+
 class Table(nn.Module):
     """Rows: e4m3 codes [rows, Y] and E8M0 scales [rows, Y/32], restored when read; or numbers in training."""
 
@@ -124,6 +134,7 @@ class Engram(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, numerics: Numerics):
         super().__init__()
         self.numerics, self.eps, self.streams = numerics, config.rms_norm_eps, config.hc_mult
+        self.layer = layer
         at = config.engram_layer_ids.index(layer)
         primes = np.array(config.engram_primes[at], dtype=np.int64)  # [Q-1, C]
         offsets = np.concatenate(([0], primes.reshape(-1).cumsum()[:-1])).reshape(primes.shape)
@@ -137,9 +148,17 @@ class Engram(nn.Module):
         self.q_weight = nn.Parameter(torch.ones(self.streams, D), requires_grad=False)
         self.k_weight = nn.Parameter(torch.ones(self.streams, D), requires_grad=False)
 
-    def forward(self, X_TND: Tensor, gram_TQ: Tensor, image_T: Tensor | None) -> Tensor:
-        """Inject the memory of the n-grams ending at each token; image tokens pass through unchanged."""
-        rows = hash_rows(gram_TQ, self.multiplier, self.prime, self.offset)
-        kv = self.wkv(self.numerics.activation(self.embed(rows))).unflatten(-1, (self.streams + 1, -1))
+    def rows(self, gram_TQ: Tensor) -> Tensor:
+        """Which rows of the table [T, C] the n-grams ending at each token have."""
+        return hash_rows(gram_TQ, self.multiplier, self.prime, self.offset)
+
+    def forward(self, X_TND: Tensor, gram_TQ: Tensor, image_T: Tensor | None, found: Found | None = None
+                ) -> Tensor:
+        """Inject the memory of the n-grams ending at each token; image tokens pass through unchanged.
+
+        Without `found` it is looked up in the layer's own table.
+        """
+        memory = self.embed(self.rows(gram_TQ)) if found is None else found.rows(self.layer)
+        kv = self.wkv(self.numerics.activation(memory)).unflatten(-1, (self.streams + 1, -1))
         return gate(X_TND, kv[:, :-1], kv[:, -1], self.q_weight, self.k_weight, self.eps, image_T,
                     self.numerics.steady)

@@ -145,6 +145,7 @@ def main(args: Any) -> int:
             batch_invariant=args.batch_invariant,
             speculate=args.speculate,
             accept=args.accept,
+            engram_placement=args.engram_placement,
             queue_timeout=QUEUE_TIMEOUT_S,
             **{name: getattr(args, name) for name in names},
         ) as llm,
@@ -161,6 +162,7 @@ def main(args: Any) -> int:
             + (", batch invariant" if args.batch_invariant else "")
             + ("" if args.enable_prefix_caching else ", no prefix cache")
             + ("" if args.exact_prefix else ", windows behind a cached prefix approximate")
+            + (f", Engram tables: {cfg.engram_placement}" if cfg.engram_placement else "")
         )
         if args.ui:
             print(f"Chat page  {address(host, port)}/ui")

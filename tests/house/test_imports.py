@@ -55,9 +55,9 @@ TRAIN = {
 ALLOWED |= {"train": TRAIN, "evaluate": TRAIN}
 ALLOWED["bench"] = set(ALLOWED) | {"bench"}
 ALLOWED["doctor"] = ALLOWED["cli"] = {*ALLOWED, "doctor", "cli"}
-# the runner and its pools lay out the plans and cache rows that the layers read; guesses are judged by an op;
-# the exchange is handed to a layer, and rows travel in its formats
-FURTHER = {f"engine.{name}": {"layers"} for name in ("runner", "pools", "draft", "exchange")}
+# the runner and its pools lay out the plans and cache rows that the layers read; ops judge guesses and
+# restore rows of tables; the exchange is handed to a layer, and rows travel in its formats
+FURTHER = {f"engine.{name}": {"layers"} for name in ("runner", "pools", "draft", "exchange", "engram")}
 
 PLANNERS = [  # plain data and decisions: no process group, no HTTP
     name
