@@ -250,14 +250,17 @@ class Op:
             self._refused(each.name, reason)
         return self.implementations["torch"]
 
+    def aside(self, name: str) -> str | None:
+        """Why `auto` leaves an implementation aside whatever the arguments; None: it may take it."""
+        try:
+            return (not_here(name) or (INTERPRETED if name == "triton" and interpreting() else None)
+                    or unproven(self.name, self.implementation(name)))
+        except (UnknownImplementation, Unsupported) as error:
+            return str(error)
+
     def _absent(self, name: str) -> bool:
         """True, and the reason recorded, when `auto` cannot take an implementation whatever the arguments."""
-        reason = not_here(name) or (INTERPRETED if name == "triton" and interpreting() else None)
-        try:
-            if reason is None:
-                reason = unproven(self.name, self.implementation(name))
-        except (UnknownImplementation, Unsupported) as error:
-            reason = str(error)
+        reason = self.aside(name)
         if reason is not None:
             self._refused(name, reason)
         return reason is not None

@@ -31,7 +31,7 @@ from dskit.config import PRESETS
 from dskit.engine import engram, spec
 from dskit.engine.config import EngineConfig
 from dskit.engine.loop import Engine, Handle
-from dskit.engine.pools import Blocks, Slots
+from dskit.engine.pools import Blocks, Slots, bytes_by_kind
 from dskit.engine.runner import ModelRunner
 from dskit.engine.seq import RequestError, Result, SamplingParams, TokenEvent
 from dskit.model import Model
@@ -331,6 +331,10 @@ class LLM:
         tokens, preemptions, evictions; of a model with Engram also engram_bytes, engram_lookups,
         engram_wait_us."""
         return self.engine.stats() | (self.engram.stats() if self.engram else {})
+
+    def cache_bytes(self) -> dict[str, int]:
+        """Bytes of the caches by kind: window, global, index, draft, open groups of the compressor."""
+        return bytes_by_kind(self.engine.runner.memory, self.config.num_hidden_layers)
 
     @property
     def max_model_len(self) -> int:

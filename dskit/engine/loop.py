@@ -357,6 +357,21 @@ class Engine:
             "evictions": s.tree.evictions,
         }
 
+    def block_rows(self) -> list[dict[str, Any]]:
+        """Who holds each cache block: {"block", "requests", "cached"}, the last if the prefix tree does.
+
+        `blocks_free` of `stats` are those without requests, `blocks_cached` those that are cached.
+        """
+        with self._turn:
+            s = self.scheduler
+            rows = {n: {"block": n, "requests": [], "cached": False} for n in range(1, s.blocks.total + 1)}
+            for seq in s.alive():
+                for block in seq.blocks:
+                    rows[block]["requests"].append(seq.request_id)
+            for node in s.tree.nodes.values():
+                rows[node.block]["cached"] = True
+            return list(rows.values())
+
     def check(self) -> None:
         """Raise CanaryError if a block or slot is lost, or held by nobody; needs a canary."""
         with self._turn:

@@ -197,3 +197,16 @@ def wipe(tables: list[torch.Tensor], numbers: list[int], count: int) -> None:
 def memory_bytes(memory: Memory) -> int:
     """Bytes that the caches take."""
     return sum(t.nbytes for t in slot_tables(memory) + block_tables(memory))
+
+
+def bytes_by_kind(memory: Memory, layers: int) -> dict[str, int]:
+    """The same by kind; `layers` are the model's own, the windows of later ones are the draft's."""
+    windows = {n: t.nbytes for n, t in memory.windows.items()}
+    kinds = {
+        "window": sum(size for n, size in windows.items() if n < layers),
+        "global": sum(t.nbytes for t in memory.entries.values()),
+        "index": sum(t.nbytes for t in memory.keys.values()),
+        "draft": sum(size for n, size in windows.items() if n >= layers),
+        "open groups": sum(t.nbytes for t in (*memory.carries.values(), *memory.index_carries.values())),
+    }
+    return {kind: size for kind, size in kinds.items() if size}

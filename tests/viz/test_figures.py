@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -37,9 +38,49 @@ EFFECTS = [
     {"what": "no Engram", "held": "all parameters", "worse": 0.12, "worse_se": 0.02},
     {"what": "plain residual", "held": "widths", "worse": -0.01, "worse_se": None},
 ]
+FLOW = [
+    {"token": " lamp", "experts": [1, 3], "weights": [0.75, 0.25]},
+    {"token": "?", "experts": [3, 0], "weights": [0.5, 0.5]},
+]
+LOADS = [
+    {"layer": 2, "loads": [0, 9, 3], "ideal": 4.0, "max_over_mean": 2.25, "entropy": 0.51},
+    {"layer": 3, "loads": [4, 4, 4], "ideal": 4.0, "max_over_mean": 1.0, "entropy": 1.0},
+]
+SWAPS = [
+    {"group": "norm", "choice": "triton", "state": "triton in use", "error": 2e-3, "time": "interpreted"},
+    {"group": "cache", "choice": "torch", "state": "torch in use", "error": 0.0, "time": "0.4 ms"},
+    {"group": "mine", "choice": "torch", "state": "refused: no GPU", "error": None, "time": ""},
+]
+OWN = [
+    {"label": "mla.attend[torch]", "ms": 6.0, "share": 0.75},
+    {"label": "(outside ops)", "ms": 2.0, "share": 0.25},
+    {"label": "compiling, in all", "ms": 40.0, "share": None},
+]
+LINE = [
+    {"lane": lane, "op": op, "start_ms": 2.0 * i, "ms": 1.0, "lit": op == "norm.rms"}
+    for lane, count in (("before", 4), ("after", 2))
+    for i, op in enumerate(["norm.rms", "moe.plan"] * count)
+]
+BLOCKS = [
+    {"block": 1, "requests": ["ask"], "cached": False},
+    {"block": 2, "requests": ["ask", "tell"], "cached": True},
+    {"block": 3, "requests": [], "cached": True},
+    *({"block": n, "requests": [], "cached": False} for n in range(4, 40)),
+]
+LIVES = [
+    {"request": "ask", "step": step, "kind": kind, "blocks": 0 if kind in ("waiting", "preempted") else 2}
+    for step, kind in enumerate(["waiting", "prefill", "decode", "decode", "preempted", "prefill", "decode"])
+]
 DRAWN = {
     "loss_curves": lambda: figures.loss_curves(CURVES),
     "ablation_effects": lambda: figures.ablation_effects(EFFECTS),
+    "expert_flow": lambda: figures.expert_flow(FLOW, 4),
+    "expert_load": lambda: figures.expert_load(LOADS, top=12),
+    "swap_board": lambda: figures.swap_board(SWAPS),
+    "op_bars": lambda: figures.op_bars(OWN, [8.0, 9.0, 8.5]),
+    "op_timeline": lambda: figures.op_timeline(LINE),
+    "cache_map": lambda: figures.cache_map(BLOCKS, {"window": 4096}),
+    "request_lives": lambda: figures.request_lives(LIVES),
     "model_map": lambda: figures.model_map(preset("demo"), "demo"),
     "memory_bars": lambda: figures.memory_bars(BARS),
     "token_strips": lambda: figures.token_strips(STRIPS),
@@ -185,7 +226,66 @@ def test_shares_in_words_name_numbers_only_where_they_were_measured():
     assert "moe.gate at rows 128: not measured; mhc.read" in alt
 
 
-@pytest.mark.parametrize("draw", [figures.memory_bars, figures.token_strips, figures.floor_shares])
+def bars_of(picture: figures.Picture) -> list:
+    """Every rectangle that stands for data."""
+    return [bar for group in picture.axes[0].containers for bar in group]
+
+
+def test_blocks_say_who_holds_them_by_letter_and_hatch():
+    picture = figures.cache_map(BLOCKS)
+    assert "39 blocks, 1 held, 1 shared, 1 cached, 36 free. A is ask, 2 blocks; B is tell, 1" in picture.alt
+    texts = [text.get_text() for text in picture.axes[0].texts]
+    assert {"A", "A+B", "c", "ask: 2 blocks"} <= set(texts)
+    assert sum(bool(bar.get_hatch()) for bar in bars_of(picture)) == 1
+
+
+def test_a_life_is_told_in_order_and_a_preemption_is_hatched():
+    picture = figures.request_lives(LIVES)
+    order = ["waiting for 1", "prefill for 1", "decode for 2", "preempted for 1", "prefill for 1",
+             "decode for 1"]
+    assert re.findall(r"\w+ for \d+", picture.alt) == order and picture.alt.endswith("; 2 blocks at most")
+    assert sum(bool(bar.get_hatch()) for bar in bars_of(picture)) == 2  # the step, and the legend
+
+
+def test_loads_are_on_a_scale_that_can_be_fixed():
+    assert "max 2.2 times the mean at layer 2, expert 1" in figures.expert_load(LOADS).alt
+    fixed, free = figures.expert_load(LOADS, top=90), figures.expert_load(LOADS)
+    assert bars_of(fixed)[1].get_facecolor() != bars_of(free)[1].get_facecolor()
+    assert any(text.get_text() == "90 tokens" for text in fixed.axes[0].texts)
+
+
+def test_thick_lines_are_large_weights():
+    widths = [line.get_linewidth() for line in figures.expert_flow(FLOW, 4).axes[0].lines]
+    assert widths[0] > widths[2] == widths[3] > widths[1]
+
+
+def test_errors_stand_on_their_scale_and_none_where_nothing_was_measured():
+    picture = figures.swap_board(SWAPS)
+    marks = [line.get_xdata()[0] for line in picture.axes[0].lines if line.get_marker() == "D"]
+    at = {text.get_text(): text.get_position()[0] for text in picture.axes[0].texts}
+    assert at["1e-3"] < marks[0] < at["1e-2"] and marks[1] == at["1e-8"] and len(marks) == 2
+    assert "mine = torch, refused: no GPU, not measured, no time" in picture.alt
+
+
+def test_compiling_is_hatched_and_no_share():
+    picture = figures.op_bars(OWN, [8.0, 9.0])
+    assert [bool(bar.get_hatch()) for bar in bars_of(picture)] == [False, False, True]
+    assert "compiling, in all: 40.00 ms, compiling. The last 2 steps took 8.0 to 9.0 ms." in picture.alt
+    assert len(picture.axes[0].lines[0].get_xdata()) == 2
+
+
+def test_lanes_share_one_axis():
+    assert "before: 8 op calls in 15.00 ms, of which norm.rms 4.00 ms" in figures.op_timeline(LINE).alt
+    assert len(bars_of(figures.op_timeline(LINE))) == len(LINE)
+
+
+DRAWN_FROM_ROWS = [
+    *(figures.memory_bars, figures.token_strips, figures.floor_shares, figures.expert_load),
+    *(figures.swap_board, figures.op_bars, figures.op_timeline, figures.cache_map, figures.request_lives),
+]
+
+
+@pytest.mark.parametrize("draw", DRAWN_FROM_ROWS)
 def test_no_rows_are_refused(draw):
     with pytest.raises(ValueError, match="at least one"):
         draw([])

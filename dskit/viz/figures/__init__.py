@@ -5,8 +5,10 @@
     model.py      the whole model
     mla.py        bytes of attention
     tokens.py     strips of tokens
-    kernels.py    shares of the floor
     ablation.py   loss curves, what a missing mechanism costs
+    kernels.py    shares of the floor; a swap, a step's time
+    moe.py        tokens to experts, loads
+    engine.py     cache blocks, the lives of requests
 
 Shapes: `rows` are lists of dicts; every function names the keys that it reads.
 Units: sizes in bytes.
@@ -15,21 +17,30 @@ Try: notebooks/00_start.ipynb
 """
 
 from dskit.viz.figures.ablation import ablation_effects, loss_curves
-from dskit.viz.figures.kernels import floor_shares
+from dskit.viz.figures.engine import cache_map, request_lives
+from dskit.viz.figures.kernels import floor_shares, op_bars, op_timeline, swap_board
 from dskit.viz.figures.mla import memory_bars
 from dskit.viz.figures.model import model_map
+from dskit.viz.figures.moe import expert_flow, expert_load
 from dskit.viz.figures.page import THEMES, Picture, set_theme, theme
 from dskit.viz.figures.tokens import token_strips
 
 __all__ = [
-    "THEMES",
     "Picture",
+    "THEMES",
     "ablation_effects",
+    "cache_map",
+    "expert_flow",
+    "expert_load",
     "floor_shares",
     "loss_curves",
     "memory_bars",
     "model_map",
+    "op_bars",
+    "op_timeline",
+    "request_lives",
     "set_theme",
+    "swap_board",
     "theme",
     "token_strips",
 ]
