@@ -73,6 +73,8 @@ class LLM:
     A ready Model brings its own device, numerics and tables; the first five are not read then.
     """
 
+    engram: engram.Placement | None = None  # where the tables lie, of a model that has some
+
     def __init__(
         self,
         model: str | Path | Model = "demo",
@@ -94,13 +96,13 @@ class LLM:
         **settings: Any,
     ):
         self.name = "model" if isinstance(model, Model) else str(model)
-        self.engram = None
+        placement = None
         if isinstance(model, Model):
             if engram_placement is not None:
                 raise engram.EngramError(f"engram_placement is {engram_placement!r}, but a ready Model's "
                                          "tables stay where they are; name a preset or a folder")
         else:
-            self.engram = engram.choose(
+            placement = engram.choose(
                 checkpoint.configuration(model),
                 checkpoint.default_device(device),
                 engram_placement,
@@ -113,7 +115,7 @@ class LLM:
                 dtype=dtype,
                 seed=seed,
                 batch_invariant=batch_invariant,
-                tables=self.engram,
+                tables=placement,
             )
         self.model, self.config, self.device = model, model.config, model.norm.weight.device
         self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
@@ -127,7 +129,7 @@ class LLM:
             block_size=block_size,
             replay=replay,
             exact_prefix=exact_prefix,
-            engram_placement=self.engram and self.engram.name,
+            engram_placement=placement and placement.name,
             **settings,
         )
         if cfg.overlap is None:
@@ -145,8 +147,9 @@ class LLM:
             replay=cfg.replay,
             keep=cfg.keep_tokens,
             drafts=cfg.drafts,
-            engram=self.engram and self.engram.serve(model),
+            engram=placement and placement.serve(model),
         )
+        self.engram = runner.engram
         defaults = self.tokenizer.generation
         eos = defaults.get("eos_token_id", model.config.eos_token_id)
         self.engine = Engine(

@@ -130,9 +130,10 @@ class ModelRunner:
         self.device = model.norm.weight.device
         self.asynchronous = self.device.type == "cuda"  # `run` only queues the work
         self.newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)  # token of each slot
+        self.engram = None
         if self.config.engram_layer_ids:
             self.folding = torch.from_numpy(model.folding).to(self.device)
-            self.engram = engram or Placement(self.config, self.device).serve(model)
+            self.engram = engram or Placement(self.config, self.device).serve(model)  # where its tables are
         self.replay, self.keep = replay, keep or self.config.sliding_window + 2 * pools.backtrack(self.config)
         if replay != "off":
             self._check_replay()
