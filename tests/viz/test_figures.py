@@ -71,6 +71,41 @@ LIVES = [
     {"request": "ask", "step": step, "kind": kind, "blocks": 0 if kind in ("waiting", "preempted") else 2}
     for step, kind in enumerate(["waiting", "prefill", "decode", "decode", "preempted", "prefill", "decode"])
 ]
+REACH = [
+    {"what": "layer 0", "position": 9, "window": 4, "ratio": 0, "chosen": [], "block": 4},
+    {"what": "layer 2", "position": 9, "window": 20, "ratio": 2, "chosen": [1, 4], "block": 4},
+]
+MASK = [
+    {"window": max(0, t - 2), "chosen": [e for e in (0, t // 2 - 1) if 0 <= e < (t + 1) // 2], "ratio": 2}
+    for t in range(8)
+]
+WEIGHTS = [
+    row
+    | {"sink": 0.25, "weights": [0.25 / (t - row["window"] + 1)] * (t - row["window"] + 1)}
+    | {"entries": [0.5 / len(row["chosen"]) for _ in row["chosen"]]}
+    for t, row in enumerate(MASK)
+]
+STREAMS = [
+    {"read": 0.2, "write": 0.7, "mix": [0.9, 0.1, 0]},
+    {"read": 1, "write": 0.1, "mix": [0.1, 0.4, 0.5]},
+    {"read": 0, "write": 1.5, "mix": [0, 0.5, 0.5]},
+]
+MIXES = [
+    {"what": "logits", "matrix": [[3, -1.5], [0.25, -2]], "sums": False},
+    {"what": "mixed", "matrix": [[0.75, 0.25], [0.2, 0.8]], "sums": True},
+]
+LOOKUPS = [
+    {"gram": gram, "row": row, "twin": twin, "bytes": 33}
+    for gram, row, twin in (
+        (["a", " b"], 7, " c d"),
+        (["a", " b"], 4012, ""),
+        (["\n", "a", " b"], 9, ""),
+        (["\n", "a", " b"], 12, ""),
+    )
+]
+GATES = [
+    {"token": f" token{i}", "gates": [0.02 * i, 1 - 0.02 * i, 0.5]} for i in range(30)
+]  # more than fit
 DRAWN = {
     "loss_curves": lambda: figures.loss_curves(CURVES),
     "ablation_effects": lambda: figures.ablation_effects(EFFECTS),
@@ -85,6 +120,13 @@ DRAWN = {
     "memory_bars": lambda: figures.memory_bars(BARS),
     "token_strips": lambda: figures.token_strips(STRIPS),
     "floor_shares": lambda: figures.floor_shares(SHARES),
+    "query_reach": lambda: figures.query_reach(REACH),
+    "selection_mask": lambda: figures.selection_mask(MASK),
+    "attention_map": lambda: figures.attention_map(WEIGHTS),
+    "stream_flow": lambda: figures.stream_flow(STREAMS, inside="attention"),
+    "mixing_matrices": lambda: figures.mixing_matrices(MIXES),
+    "ngram_lookup": lambda: figures.ngram_lookup(LOOKUPS),
+    "gate_map": lambda: figures.gate_map(GATES),
 }
 
 
@@ -95,8 +137,10 @@ def theme():
 
 
 def pixels(picture: figures.Picture) -> np.ndarray:
-    """The PNG, [height, width, RGBA], 0 to 1."""
-    return image.imread(io.BytesIO(picture.bytes("png")))
+    """The picture as coarse pixels, [height, width, RGBA], 0 to 1."""
+    out = io.BytesIO()
+    picture.savefig(out, format="png", dpi=50)
+    return image.imread(io.BytesIO(out.getvalue()))
 
 
 def luminance(colour) -> float:
@@ -279,9 +323,102 @@ def test_lanes_share_one_axis():
     assert len(bars_of(figures.op_timeline(LINE))) == len(LINE)
 
 
+# ---- attention -------------------------------------------------------------------------------------------
+
+
+def test_the_reach_of_a_query_is_to_scale():
+    picture = figures.query_reach(REACH)
+    (axes,) = picture.axes
+    slate, yellow = (to_rgb(colour) for colour in (page.SLATE, page.YELLOW))
+    filled = {colour: [] for colour in (slate, yellow)}
+    for cell in (p for bar in axes.containers for p in bar if p.get_height() == 2):
+        filled.get(cell.get_facecolor()[:3], []).append(cell)
+    assert len(filled[slate]) == 4 + 10 and len(filled[yellow]) == 2
+    token, entry = filled[slate][0], filled[yellow][0]
+    assert entry.get_width() == pytest.approx(2 * token.get_width())
+    left = min(cell.get_x() for cell in filled[slate])  # token 0, which the longer window shows
+    assert entry.get_x() == pytest.approx(left + 2 * token.get_width())
+    assert "the window holds 4 of 10 tokens, no global memory" in picture.alt
+    assert "2 of 5 entries are chosen, from 2 cache blocks, the oldest at token 2" in picture.alt
+
+
+def test_the_mask_tells_window_choice_and_both_apart_and_nothing_from_the_future():
+    picture = figures.selection_mask(MASK)
+    shown = picture.axes[1].images[0].get_array()
+    # the last query: window from token 5, entries 0 (tokens 0, 1) and 2 (tokens 4, 5)
+    assert shown[7].tolist() == [2, 2, 0, 0, 2, 3, 1, 1]
+    assert all(np.isnan(shown[t, t + 1 :].filled(np.nan)).all() for t in range(8))
+    assert "3 tokens in its window and 2 chosen entries of 2 tokens each" in picture.alt
+    assert "together they cover 6 of 8 tokens" in picture.alt
+
+
+def test_the_attention_map_has_the_square_roots_of_the_shares():
+    picture = figures.attention_map(WEIGHTS)
+    window, memory, sink = (axes.images[0].get_array().filled(np.nan) for axes in picture.axes[1:4])
+    assert window[7, 5:] == pytest.approx([(0.25 / 3) ** 0.5] * 3) and np.isnan(window[7, :5]).all()
+    assert memory[7, [0, 1, 4, 5]] == pytest.approx(0.5) and np.isnan(memory[7, [2, 3, 6, 7]]).all()
+    assert sink == pytest.approx(0.5)
+    assert "25% to the window, 50% to the global memory, 25% to the sink" in picture.alt
+    assert "most, 25%, to entry 2" in picture.alt
+
+
+@pytest.mark.parametrize(("tokens", "cells"), [(512, 512), (513, 257), (1300, 434)])
+def test_long_maps_are_drawn_in_groups_and_say_so(tokens, cells):
+    rows = [{"window": max(0, t - 2), "chosen": [], "ratio": 1} for t in range(tokens)]
+    page_axes, inner = figures.selection_mask(rows).axes
+    assert inner.images[0].get_array().shape == (cells, cells)
+    said = [text.get_text() for text in page_axes.texts if text.get_text().startswith("tokens 0 to")]
+    group = -(-tokens // 512)
+    assert said == [f"tokens 0 to {tokens - 1}" + (f", {group} to a cell" if group > 1 else "")]
+
+
+# ---- streams ---------------------------------------------------------------------------------------------
+
+
+def test_flows_are_as_wide_as_their_weights():
+    picture = figures.stream_flow(STREAMS, inside="attention")
+    widths = sorted(line.get_linewidth() for line in picture.axes[0].lines)
+    weights = [w for row in STREAMS for w in (row["read"], row["write"], *row["mix"]) if w]
+    assert widths == pytest.approx(sorted(5 * weight for weight in weights))
+    assert "attention reads them with 0.20, 1.00, 0.00, writes with 0.70, 0.10, 1.50" in picture.alt
+
+
+def test_matrices_show_values_and_how_far_sums_are_from_one():
+    picture = figures.mixing_matrices(MIXES)
+    page_axes, logits, mixed = picture.axes
+    assert [text.get_text() for text in mixed.texts] == ["0.75", "0.25", "0.20", "0.80"]
+    assert [text.get_text() for text in logits.texts] == ["3.00", "-1.50", "0.25", "-2.00"]
+    texts = [text.get_text() for text in page_axes.texts]
+    assert texts.count("1.00") == 2 and {"0.95", "1.05", "off by 0.05"} <= set(texts)
+    assert "sums off by 0.05 at most" in picture.alt and "logits: 2 by 2, from -2.00 to 3.00;" in picture.alt
+
+
+def test_large_matrices_have_colours_only():
+    (_, inner) = figures.mixing_matrices([{"what": "9", "matrix": np.eye(9).tolist(), "sums": True}]).axes
+    assert not inner.texts
+
+
+# ---- n-grams ---------------------------------------------------------------------------------------------
+
+
+def test_lookups_name_rows_and_who_shares_them():
+    picture = figures.ngram_lookup(LOOKUPS)
+    texts = [text.get_text() for text in picture.axes[0].texts]
+    assert {"row 7", "row 4,012", "2-gram", "3-gram", "also of ␣c␣d", "↵"} <= set(texts)
+    assert "'a b' reads row 7 also of ' c d', row 4,012; '\\na b' reads" in picture.alt
+    assert "4 rows, 132 bytes are read." in picture.alt
+
+
+def test_gates_that_do_not_fit_end_in_dots():
+    texts = [text.get_text() for text in figures.gate_map(GATES).axes[0].texts]
+    assert texts.count("…") == 1 and "1.00" in texts and "␣token0" in texts and "␣token29" not in texts
+
+
 DRAWN_FROM_ROWS = [
     *(figures.memory_bars, figures.token_strips, figures.floor_shares, figures.expert_load),
     *(figures.swap_board, figures.op_bars, figures.op_timeline, figures.cache_map, figures.request_lives),
+    *(figures.query_reach, figures.selection_mask, figures.attention_map, figures.stream_flow),
+    *(figures.mixing_matrices, figures.ngram_lookup, figures.gate_map),
 ]
 
 

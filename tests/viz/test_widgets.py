@@ -103,5 +103,19 @@ def test_without_widgets_the_picture_is_shown_with_a_sentence(panel):
     assert bundle["text/plain"] == panel.figure().alt
 
 
+def test_a_line_of_text_counts_once_it_is_entered():
+    panel = widgets.Panel(said, figures.token_strips, {"text": "a b", "times": [1, 2]})
+    control = panel.controls["text"]
+    assert control.continuous_update is False and panel.data == [{"label": "1", "tokens": ["a", "b"]}]
+    control.value = "c"
+    panel.controls["times"].value = 2
+    assert panel.data == [{"label": "2", "tokens": ["c", "c"]}]
+
+
+def said(text, times):
+    """Words, some times over."""
+    return [{"label": str(times), "tokens": text.split() * times}]
+
+
 def test_every_control_has_a_name(panel):
     assert all(control.description == name for name, control in panel.controls.items())

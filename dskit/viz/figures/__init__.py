@@ -4,6 +4,9 @@
     pieces.py     boxes, text, arrows
     model.py      the whole model
     mla.py        bytes of attention
+    swa.py        what attention looks at
+    engram.py     lookups and gates of the n-gram memory
+    mhc.py        residual streams and their mixing
     tokens.py     strips of tokens
     ablation.py   loss curves, what a missing mechanism costs
     kernels.py    shares of the floor; a swap, a step's time
@@ -18,28 +21,38 @@ Try: notebooks/00_start.ipynb
 
 from dskit.viz.figures.ablation import ablation_effects, loss_curves
 from dskit.viz.figures.engine import cache_map, request_lives
+from dskit.viz.figures.engram import gate_map, ngram_lookup
 from dskit.viz.figures.kernels import floor_shares, op_bars, op_timeline, swap_board
+from dskit.viz.figures.mhc import mixing_matrices, stream_flow
 from dskit.viz.figures.mla import memory_bars
 from dskit.viz.figures.model import model_map
 from dskit.viz.figures.moe import expert_flow, expert_load
 from dskit.viz.figures.page import THEMES, Picture, set_theme, theme
+from dskit.viz.figures.swa import attention_map, query_reach, selection_mask
 from dskit.viz.figures.tokens import token_strips
 
 __all__ = [
     "Picture",
     "THEMES",
     "ablation_effects",
+    "attention_map",
     "cache_map",
     "expert_flow",
     "expert_load",
     "floor_shares",
+    "gate_map",
     "loss_curves",
     "memory_bars",
+    "mixing_matrices",
     "model_map",
+    "ngram_lookup",
     "op_bars",
     "op_timeline",
+    "query_reach",
     "request_lives",
+    "selection_mask",
     "set_theme",
+    "stream_flow",
     "swap_board",
     "theme",
     "token_strips",

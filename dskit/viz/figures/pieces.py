@@ -1,19 +1,33 @@
-"""What figures are made of: boxes, text, arrows, lines; one unit is a tenth of an inch."""
+"""What figures are made of: boxes, text, arrows, lines, maps; one unit is a tenth of an inch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.patches import FancyBboxPatch
 
-from dskit.viz.figures.page import theme
+from dskit.viz.figures.page import Picture, theme
 
 
 def on(fill: str) -> str:
     """Black or white, whichever reads better on a fill."""
     red, green, blue = (int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "#000000" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.42 else "#ffffff"
+
+
+def shade(share: float) -> str:
+    """The colour of a number between 0 and 1."""
+    return to_hex(colormaps["cividis"](share))
+
+
+def visible(token: str) -> str:
+    """A token's text with its spaces and line ends to be seen."""
+    return token.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\uff5c", "|")
 
 
 def box(
@@ -58,3 +72,25 @@ def streams(axes: Axes, start: float, end: float, y: float, count: int) -> None:
         axes.plot(
             [start, end], [y + 0.9 * (i - (count - 1) / 2)] * 2, color=theme().faint, linewidth=1.1, zorder=1
         )
+
+
+def legend(axes: Axes, x: float, y: float, entries: Sequence[tuple[str | None, str]]) -> None:
+    """Swatches and what they mean, side by side; one without a fill is a frame."""
+    for fill, label in entries:
+        edge = "none" if fill else theme().faint
+        axes.bar([x], [1.6], 2.6, y - 0.8, align="edge", color=fill or "none", edgecolor=edge, linewidth=0.7)
+        write(axes, x + 3.4, y, label, fontsize=8)
+        x += 6 + 0.75 * len(label)
+
+
+def heat(picture: Picture, place: tuple[float, float, float, float], values: np.ndarray, **look: Any) -> Axes:
+    """A map of values at (left, bottom, width, height), row 0 on top; what is not a number stays empty."""
+    wide, high = 10 * picture.get_figwidth(), 10 * picture.get_figheight()
+    left, bottom, width, height = place
+    axes = picture.add_axes((left / wide, bottom / high, width / wide, height / high), facecolor="none")
+    axes.imshow(values, aspect="auto", interpolation="nearest", **({"cmap": "cividis"} | look))
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set(color=theme().faint, linewidth=0.6)
+    return axes

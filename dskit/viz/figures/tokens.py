@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from dskit.viz.figures.page import SAND, SLATE, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, write
+from dskit.viz.figures.pieces import box, visible, write
 
 
 def token_strips(rows: Rows, title: str = "What the model said") -> Picture:
@@ -32,7 +32,7 @@ def _strip(axes: Axes, x: float, y: float, tokens: Sequence[str], room: float) -
     """Tokens as boxes side by side, as many as fit; returns where the strip ends."""
     start = x
     for i, token in enumerate(tokens):
-        label = token.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\uff5c", "|")
+        label = visible(token)
         width = 0.66 * len(label) + 1.2
         if x + width > start + room - 2:
             write(axes, x + 0.5, y + 1.5, "\u2026")
