@@ -45,7 +45,7 @@ KINDS = [
     "Image", "Ref", "RefEnd", "Box", "BoxEnd", "Point", "PointEnd", "Polygon", "PolygonEnd",
 ]  # fmt: skip
 SPECIALS = tuple(getattr(recipe.SpecialToken, kind).default_str() for kind in KINDS)
-BOS, EOS, THINK, THINK_END, SYSTEM, USER, ASSISTANT = SPECIALS[:7]
+BOS, EOS, THINK, THINK_END, SYSTEM, USER, ASSISTANT, _, DSML = SPECIALS[:9]
 FIRST_BYTE = 3  # the byte tokenizer: bos, eos, pad, then byte b at 3 + b, then the other specials
 EFFORTS = {"off": "none", "none": "none", "minimal": "low", "low": "low", "medium": "high", "high": "high"}
 EFFORTS |= {"xhigh": "high", "ultra": "max", "max": "max"}

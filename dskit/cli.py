@@ -324,6 +324,7 @@ EXTRAS = {  # top-level package of an import that failed: the extra that install
     **dict.fromkeys(("tensorboard", "matplotlib"), "train"),
     **dict.fromkeys(("ipywidgets", "jupyterlab", "IPython"), "notebook"),
     "triton": "triton",
+    "xgrammar": "grammar",
     "transformers": "dev",
 }
 CODES = {  # class name of an exception of dskit: exit code

@@ -37,6 +37,7 @@ OPTIONAL = {  # import name: (extra, what it enables)
     "ipywidgets": ("notebook", "widgets in notebooks"),
     "matplotlib": ("train", "plots"),
     "tensorboard": ("train", "training scalars for TensorBoard"),
+    "xgrammar": ("grammar", "structured output"),
     "transformers": ("dev", "the peer of dskit bench"),
 }
 

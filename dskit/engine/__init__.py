@@ -30,6 +30,7 @@ pools.py      the caches: blocks of global KV, slots of window rings and carries
 draft.py      a draft guesses ahead: which guesses hold, and what is guessed next
 spec.py       how many guesses are worth a row; how far a draft's confidence can be trusted
 sampler.py    logits become one token: penalties, temperature, filters, a counter-based draw
+grammar.py    structured output: which tokens may follow, from a schema, a pattern or a grammar
 text.py       ids become text as they arrive: UTF-8 borders, stop strings
 exchange.py   experts on several ranks: which slot is where, rows there and answers back
 dist.py       the ranks of a group: who is there, what they agree on before a step

@@ -30,10 +30,11 @@ from dskit import chat, checkpoint, ops
 from dskit.config import PRESETS
 from dskit.engine import engram, spec
 from dskit.engine.config import EngineConfig
+from dskit.engine.grammar import Grammars
 from dskit.engine.loop import Engine, Handle
 from dskit.engine.pools import Blocks, Slots, bytes_by_kind
 from dskit.engine.runner import ModelRunner
-from dskit.engine.seq import RequestError, Result, SamplingParams, TokenEvent
+from dskit.engine.seq import Constraint, RequestError, Result, SamplingParams, TokenEvent, constraint
 from dskit.model import Model
 
 logger = logging.getLogger("dskit.engine")
@@ -152,15 +153,17 @@ class LLM:
         self.engram = runner.engram
         defaults = self.tokenizer.generation
         eos = defaults.get("eos_token_id", model.config.eos_token_id)
+        eos = eos if isinstance(eos, list) else [eos]
         self.engine = Engine(
             runner,
             cfg,
             Blocks(cfg.num_blocks, cfg.block_size),
             Slots(cfg.max_num_seqs),
             vocab_size=model.config.vocab_size,
-            eos_ids=eos if isinstance(eos, list) else [eos],
+            eos_ids=eos,
             decode=self.tokenizer.decode,
             defaults=defaults,
+            grammars=Grammars(self.tokenizer, model.config.vocab_size, eos, self.family),
         )
 
     # ---- text in, text out -------------------------------------------------------------------------------
@@ -266,11 +269,17 @@ class LLM:
         body |= fields
         if body.get("logit_bias"):
             body["logit_bias"] = {str(token_id): bias for token_id, bias in body["logit_bias"].items()}
-        prompt = chat.render(body, self.tokenizer, family="v4.1" if self.config.is_v41 else "v4")
+        prompt = chat.render(body, self.tokenizer, family=self.family)
         values = prompt.sampling | {"max_tokens": prompt.max_tokens(self.max_model_len)}
         values["logprobs"] = SamplingParams.from_body(body).logprobs
+        values["structured_outputs"] = _constraint(prompt, body)
         values |= params.given() if params else {}
         return prompt, SamplingParams(**values)
+
+    @property
+    def family(self) -> str:
+        """Whose chat format it has: "v4.1" or "v4"."""
+        return "v4.1" if self.config.is_v41 else "v4"
 
     # ---- one level down ----------------------------------------------------------------------------------
 
@@ -416,3 +425,23 @@ class LLM:
             handle.cancel()
         if left:
             self.engine.settle()
+
+
+def _constraint(prompt: chat.Prompt, body: dict[str, Any]) -> Constraint | None:
+    """What the answer has to follow; tools that are not strict may be called in whatever way."""
+    asked, found = constraint(body), prompt.constraint
+    if found is None or not found.kind.startswith("tool_call"):
+        text = found.schema or None if found else None  # strict schemas are closed there
+        if asked is None:
+            return None
+        return replace(asked, text=text or asked.text, thinking=prompt.thinking)
+    if asked is not None:
+        raise RequestError(
+            f"{asked.field} can't be enforced beside tools; leave one out, or set tool_choice to none",
+            param=asked.field,
+        )
+    strict = any(tool["function"].get("strict") for tool in body["tools"])
+    if found.kind == "tool_call" and not strict:
+        return None
+    field = "tools" if strict else "tool_choice"
+    return Constraint(found.kind, found.schema, prompt.thinking, field)

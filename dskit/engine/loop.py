@@ -40,6 +40,7 @@ from dskit.engine import sampler
 from dskit.engine.canary import Canary
 from dskit.engine.config import EngineConfig
 from dskit.engine.draft import Drafter
+from dskit.engine.grammar import Grammars
 from dskit.engine.runner import Work
 from dskit.engine.scheduler import Scheduler
 from dskit.engine.seq import (
@@ -180,7 +181,8 @@ class Inline(Executor):
 class Engine:
     """Serves requests over one runner.
 
-    `decode` maps ids to text; `defaults` are the keys of generation_config.json; `eos_ids` end a sequence.
+    `decode` maps ids to text; `defaults` are the keys of generation_config.json; `eos_ids` end a sequence;
+    `grammars` compiles structured output.
     """
 
     def __init__(
@@ -194,10 +196,11 @@ class Engine:
         eos_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str],
         defaults: Mapping[str, Any] | None = None,
+        grammars: Grammars | None = None,
     ):
         self.runner, self.cfg, self.vocab_size = runner, cfg, vocab_size
         self.scheduler = Scheduler(cfg, blocks, slots, eos_ids)
-        self._decode, self._defaults = decode, dict(defaults or {})
+        self._decode, self._defaults, self._grammars = decode, dict(defaults or {}), grammars
         self._pieces: dict[int, str] = {}  # texts of tokens, see TextStream
         self._handles: dict[str, Handle] = {}
         # a sequence to add, the id of a request to cancel, or what to do between two steps
@@ -257,8 +260,10 @@ class Engine:
             params = self._check_params(params or SamplingParams(), len(ids), scoring)
             name = name or f"req-{secrets.token_hex(8)}"
             request = Request(name, ids, params, scoring, cache_salt, priority, timeout)
-            text = TextStream(self._decode, params.stop, self._pieces)
-            handles.append(Handle(self, Sequence(request, text)))
+            seq = Sequence(request, TextStream(self._decode, params.stop, self._pieces))
+            if params.structured_outputs:
+                seq.grammar = self._grammars.state(params.structured_outputs, len(ids))
+            handles.append(Handle(self, seq))
         with self._news:
             if self.closed:
                 raise RuntimeError("the engine is closed; make a new LLM")
@@ -329,6 +334,8 @@ class Engine:
             self._empty_inbox()
             self._land_all()
             self._device.shutdown()
+            if self._grammars:
+                self._grammars.close()
             self.runner = self._drafter = None
 
     @property
@@ -626,6 +633,10 @@ class Engine:
                 f"{self.cfg.max_model_len}",
                 param="max_tokens",
                 code="context_length_exceeded",
+            )
+        if params.structured_outputs and self._grammars is None:
+            raise RequestError(
+                "this engine has no tokenizer, which grammars need", param="structured_outputs"
             )
         for name in ("logit_bias", "stop_token_ids"):
             bad = [i for i in getattr(params, name) if i >= self.vocab_size]

@@ -1,13 +1,14 @@
 """Logits become one token per sequence.
 
-Idea: order of work: logit bias; repetition, presence and frequency penalties; temperature; top-k, top-p,
-min-p; draw. A draw depends on (seed, position, purpose) alone: a hash gives a number u in [0, 1), and the
-token is the first one whose cumulative probability exceeds u. So the same request gives the same tokens in
-any batch, in any order.
+Idea: order of work: logit bias; repetition, presence and frequency penalties; grammar; temperature; top-k,
+top-p, min-p; draw. A draw depends on (seed, position, purpose) alone: a hash gives a number u in [0, 1), and
+the token is the first one whose cumulative probability exceeds u. So the same request gives the same tokens
+in any batch, in any order.
 
 Shapes: logits_RV [R sequences, V vocabulary] float32, on any device; one Sampled per row comes back.
 Units: log-probabilities are natural, of the distribution before step one.
-Errors: a row with NaN or an infinity gives a Sampled whose `error` is set; the other rows are untouched.
+Errors: a row with NaN or an infinity gives a Sampled whose `error` is set, and so does one whose grammar has
+failed; the other rows are untouched.
 Numerics: bias, penalties, probabilities and their sums in float64; edited logits are rounded to float32.
 Kernel: kernels/sampler.py (sampler.draw)
 Source: engine.md section 10; SplitMix64 is Steele, Lea and Flood, OOPSLA 2014.
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dskit import ops
+from dskit.engine import grammar
 from dskit.engine.host import Fetch, send
 from dskit.engine.seq import GREEDY_BELOW, Ahead, Sampled, SamplingParams, Sequence
 
@@ -53,6 +55,7 @@ class Drawn:
     ids_R: Tensor
     fetch: Fetch
     scored: list[int]  # rows whose log-probabilities were asked for
+    errors: dict[int, str]  # by row
 
     def read(self) -> list[Sampled]:
         """One Sampled per row."""
@@ -61,6 +64,8 @@ class Drawn:
             Sampled(i) if math.isfinite(s) else Sampled(None, error=NOT_FINITE)
             for i, s in zip(ids.tolist(), finite.tolist(), strict=True)
         ]
+        for row, error in self.errors.items():
+            out[row] = Sampled(None, error=error)
         for i, chosen, values, best in zip(self.scored, scores[::3], scores[1::3], scores[2::3], strict=True):
             if out[i].error is None:
                 top = list(zip(best.tolist(), values.tolist(), strict=True))
@@ -82,7 +87,8 @@ def start(logits_RV: Tensor, seqs: list[Sequence | Ahead], ids: Tensor | None = 
         ids = choose(logits_RV, seqs)
     scored = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
     scores = [t for i in scored for t in _logprobs(logits_RV[i], ids[i], seqs[i].params.logprobs)]
-    return Drawn(ids, Fetch([ids, finite, *scores]), scored)
+    errors = {i: seq.grammar.error for i, seq in enumerate(seqs) if seq.grammar and seq.grammar.error}
+    return Drawn(ids, Fetch([ids, finite, *scores]), scored, errors)
 
 
 def choose(logits_RV: Tensor, seqs: list[Sequence | Ahead]) -> Tensor:
@@ -120,7 +126,18 @@ def _edited(logits_RV: Tensor, seqs: list[Sequence | Ahead]) -> Tensor:
         row_V = logits_RV[i].double()
         _edit(row_V, seqs[i])
         logits_RV[i] = row_V
+    if rows := [i for i, seq in enumerate(seqs) if seq.grammar]:
+        logits_RV[rows] = logits_RV[rows].masked_fill(~_masks(logits_RV, [seqs[i] for i in rows]), -math.inf)
     return logits_RV
+
+
+def _masks(logits_RV: Tensor, seqs: list[Sequence | Ahead]) -> Tensor:
+    """Which tokens the grammars let follow, bool [R, V]."""
+    bits_RW = grammar.blank(len(seqs), logits_RV.shape[-1])
+    for row, seq in enumerate(seqs):
+        text, more = (seq.seq, seq.more) if isinstance(seq, Ahead) else (seq, ())
+        seq.grammar.fill(bits_RW, row, text.tokens, more)
+    return grammar.unpack(send(bits_RW, logits_RV.device), logits_RV.shape[-1])
 
 
 def _columns(params: list[SamplingParams], device: torch.device, *more: list[float]) -> Tensor:

@@ -9,6 +9,7 @@ Source: engine.md sections 4.1, 10, 20.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import secrets
 import time
@@ -22,6 +23,7 @@ from typing import Any
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 MAX_LOGPROBS = 1000
 GREEDY_BELOW = 1e-5
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class RequestError(ValueError):
@@ -39,6 +41,21 @@ class RequestError(ValueError):
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What a text has to follow (grammar.py), by `kind`: a JSON schema (json), a pattern that all of it
+    matches (regex), one of a JSON list of texts (choice), an EBNF whose first rule is `root` (grammar), or a
+    JSON list of tools that it may (tool_call) or has to call (tool_call_required).
+
+    With `thinking` it begins behind `</think>`. `field` is what asked for it.
+    """
+
+    kind: str
+    text: str
+    thinking: bool = False
+    field: str = field(default="structured_outputs", compare=False)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to continue a prompt. None means: from the checkpoint's generation_config.json, else the neutral
     value.
@@ -52,6 +69,8 @@ class SamplingParams:
     logprobs            None: none; k >= 0: of the chosen token and of the k most probable ones
     ignore_eos          go on after the end-of-sequence token
     frequency_penalty, presence_penalty (-2 to 2), repetition_penalty (> 0), logit_bias (id -> -100 to 100)
+    structured_outputs  a Constraint, or one of {"json": schema}, {"json_object": True}, {"regex": pattern},
+                        {"choice": texts}, {"grammar": EBNF}; needs the extra [grammar]
     """
 
     temperature: float | None = None
@@ -68,6 +87,7 @@ class SamplingParams:
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
+    structured_outputs: Constraint | Mapping[str, Any] | None = None
 
     def __post_init__(self):
         _number(self, "temperature", 0, 2)
@@ -89,6 +109,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "structured_outputs", _constraint(self.structured_outputs))
+        if self.structured_outputs and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos can't go with structured output, which says where a text ends", param="ignore_eos"
+            )
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> SamplingParams:
@@ -100,7 +125,7 @@ class SamplingParams:
             if not body["logprobs"]:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
             values["logprobs"] = body["top_logprobs"]
-        return cls(**values)
+        return cls(**values | {"structured_outputs": constraint(body)})
 
     def given(self) -> dict[str, Any]:
         """The fields that say something, as keyword arguments; 0 does, None, False and empty ones do not."""
@@ -132,7 +157,7 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """True when scores change before sampling, so that the plain arg-max would be wrong."""
         penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
-        return bool(penalties or self.logit_bias)
+        return bool(penalties or self.logit_bias or self.structured_outputs)
 
     @cached_property
     def filters(self) -> bool:
@@ -210,6 +235,7 @@ class Sequence:
     cached_tokens: int = 0  # of the prompt, found in the tree when it was first admitted
     status: Status = Status.WAITING
     inflight: int = 0  # steps on their way that hold rows of this sequence
+    grammar: Any = None  # grammar.State, where the text is to follow something
     proposal: Proposal | None = None  # what the draft says comes next
     rounds: int = 0  # steps that verified drafts of it, which is also what its proposals were drawn by
     drafted: int = 0  # drafts verified
@@ -294,7 +320,7 @@ class Ahead:
         """Where the next token stands."""
         return len(self.seq.tokens) + len(self.more)
 
-    def __getattr__(self, name: str) -> Any:  # params, seed, prompt_len
+    def __getattr__(self, name: str) -> Any:  # params, seed, prompt_len, grammar
         return getattr(self.seq, name)
 
 
@@ -537,6 +563,70 @@ def _token_ids(ids: Seq[int] | None) -> tuple[int, ...]:
             f"stop_token_ids is {ids!r}; it must be a list of token ids", param="stop_token_ids"
         )
     return found
+
+
+def constraint(body: Mapping[str, Any]) -> Constraint | None:
+    """What a request body asks of the text: vLLM's structured_outputs or guided_*, or OpenAI's
+    response_format."""
+    asked = {f"guided_{kind}": {kind: body.get(f"guided_{kind}")} for kind in STRUCTURES}
+    asked = {name: value for name, value in asked.items() if value != {name[7:]: None}}
+    if body.get("structured_outputs") is not None:
+        asked["structured_outputs"] = body["structured_outputs"]
+    form = body.get("response_format")
+    if isinstance(form, Mapping) and form.get("type") in ("json_object", "json_schema"):
+        named = form.get("json_schema") if form["type"] == "json_schema" else {"schema": {"type": "object"}}
+        if not isinstance(named, Mapping) or named.get("schema") is None:
+            raise RequestError(
+                "response_format needs json_schema with a name and a schema", param="response_format"
+            )
+        asked["response_format"] = {"json": named["schema"]}
+    if len(asked) > 1:
+        names = list(asked)
+        raise RequestError(f"{names[0]} and {names[1]} can't be given together", param=names[1])
+    found = [_constraint(value, name) for name, value in asked.items()]
+    return found[0] if found else None
+
+
+def _constraint(value: Any, name: str = "structured_outputs") -> Constraint | None:
+    """Normalise what a text has to follow; whether it can be compiled is seen when it is submitted."""
+    if value is None or isinstance(value, Constraint):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} is {value!r:.80}; it must be an object", param=name)
+    given = [(k, v) for k, v in dict(value).items() if v is not None and v is not False]
+    if len(given) != 1 or given[0][0] not in STRUCTURES:
+        raise RequestError(
+            f"{name} must hold exactly one of {', '.join(STRUCTURES)}; it holds {[k for k, _ in given]}",
+            param=name,
+        )
+    kind, what = given[0]
+    if kind == "json_object":
+        kind, what = "json", {"type": "object"}
+    try:
+        text = what if isinstance(what, str) else json.dumps(what)
+        good = _good(kind, what, text)
+    except (TypeError, ValueError, RecursionError):
+        good = False
+    if not good:
+        raise RequestError(f"{name} must be {_STRUCTURES[kind]}, not {what!r:.80}", param=name)
+    return Constraint(kind, text, field=name)
+
+
+_STRUCTURES = {
+    "json": "a JSON schema (an object, or its text)",
+    "choice": "a list of texts, none of them empty",
+    "regex": "a pattern that is not empty",
+    "grammar": "the text of an EBNF",
+}
+
+
+def _good(kind: str, what: Any, text: str) -> bool:
+    """Whether a constraint has the type that its kind needs."""
+    if kind == "json":
+        return isinstance(json.loads(text), (dict, bool))
+    if kind == "choice":
+        return isinstance(what, (list, tuple)) and bool(what) and all(isinstance(s, str) and s for s in what)
+    return isinstance(what, str) and bool(what)
 
 
 def _bias(bias: Mapping | None) -> dict[int, float]:

@@ -16,7 +16,7 @@ State
 Errors
     Every refusal has OpenAI's error object: 400 with `param`, context_length_exceeded, 401, 404, 413, 415,
     429 with Retry-After, 500, 503 while stopping. A step that fails in the middle of a stream sends the
-    object as its last event. Structured output is not enforced: `json_object` only asks the model for JSON.
+    object as its last event.
 
 Source
     engine.md 18.2, 20, 21; OpenAI's API reference.

@@ -30,12 +30,10 @@ TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable
 ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 
 # Fields that would change the answer: the values that change nothing, and why others are refused.
-_GRAMMAR = "constrained decoding is not built in"
+_GRAMMAR = "give it as structured_outputs"
 _ONE_BEAM = "one sample is drawn per choice"
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar",
-         "regex", "ebnf", "json_schema"), ((), _GRAMMAR)),
+    **dict.fromkeys(("grammar", "regex", "ebnf", "json_schema", "structural_tag"), ((), _GRAMMAR)),
     "functions": ((), "use tools"),
     "function_call": ((), "use tool_choice"),
     "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
@@ -98,10 +96,9 @@ def check_chat(body: Body) -> None:
             raise ApiError(f"messages[{i}] needs a role, one of {', '.join(ROLES)}", f"messages.{i}.role")
     _check_tools(body)
     kind = (_field(body, "response_format", dict, "an object", {}) or {}).get("type", "text")
-    if kind not in ("text", "json_object"):
+    if kind not in ("text", "json_object", "json_schema"):
         raise ApiError(
-            f"response_format of type {kind!r} is not supported: {_GRAMMAR}; "
-            "use json_object and say in the messages what you want",
+            f"response_format of type {kind!r} is not supported; there are text, json_object and json_schema",
             "response_format",
         )
     _field(body, "logprobs", bool, "true or false", False)
@@ -115,18 +112,21 @@ def _check_tools(body: Body) -> None:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(f"tools[{i}] needs a function with a name", f"tools.{i}.function.name")
-        if function.get("strict"):
-            raise ApiError(
-                f"tools[{i}] has strict set, which can't be kept: {_GRAMMAR}", f"tools.{i}.function.strict"
-            )
     choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none", "required"):
+    if choice in (None, "auto", "none"):
+        return
+    named = choice.get("function") if isinstance(choice, dict) else None
+    names = [tool["function"]["name"] for tool in tools]
+    if named is not None and (not isinstance(named, dict) or named.get("name") not in names):
+        known = ", ".join(names) or "there are none"
+        raise ApiError(f"tool_choice names none of the tools: {known}", "tool_choice")
+    if named is None and choice != "required":
         raise ApiError(
-            f"tool_choice {choice!r} is not supported; give the one tool that you want in tools, "
-            'and tool_choice "required"',
+            f"tool_choice {choice!r} is not known; there are auto, none, required, and an object that names "
+            "a function",
             "tool_choice",
         )
-    if choice == "required" and not tools:
+    if not tools:
         raise ApiError('tool_choice is "required", but there are no tools', "tool_choice")
 
 

@@ -14,6 +14,7 @@ import torch
 from dskit import chat
 from dskit.config import preset
 from dskit.engine.config import EngineConfig
+from dskit.engine.grammar import Grammars
 from dskit.engine.llm import LLM
 from dskit.engine.loop import Engine
 from dskit.engine.pools import Blocks, Slots
@@ -38,6 +39,7 @@ class ScriptedLLM(LLM):
             vocab_size=self.config.vocab_size,
             eos_ids=[self.tokenizer.eos_id],
             decode=self.tokenizer.decode,
+            grammars=Grammars(self.tokenizer, self.config.vocab_size, [self.tokenizer.eos_id]),
         )
 
 

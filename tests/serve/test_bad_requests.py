@@ -12,7 +12,9 @@ from tests.serve.conftest import WEATHER, idle, running
 from tests.serve.scripted import ENDLESS
 
 HI = [{"role": "user", "content": "hi"}]
-STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+    "type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}},
+    "required": ["a"]}}}  # fmt: skip
 PICTURE = [
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
 ]
@@ -43,14 +45,26 @@ CHATS = {  # name: (body, status, param, code, words of the message)
     "stream in words": ({"messages": HI, "stream": "yes"}, 400, "stream", "invalid_type", "true or false"),
     "effort": ({"messages": HI, "reasoning_effort": "huge"}, 400, "reasoning_effort", None, "off, low"),
     "schema": ({"messages": HI, "response_format": {"type": "json_schema"}}, 400, "response_format", None,
-               "constrained decoding"),
+               "json_schema"),
+    "format": ({"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format", None, "json_"),
+    "open schema": ({"messages": HI, "response_format": {"type": "json_schema", "json_schema": {
+        "name": "x", "schema": {"oneOf": [{}]}}}}, 400, "response_format", "invalid_grammar", "use anyOf"),
+    "two formats": ({"messages": HI, "guided_json": {}, "guided_regex": "a"}, 400, "guided_regex", None,
+                    "together"),
+    "format beside tools": ({"messages": HI, "guided_regex": "a", "tools": [WEATHER]}, 400, "guided_regex",
+                            None, "beside tools"),
+    "format in words": ({"messages": HI, "structured_outputs": "json"}, 400, "structured_outputs", None,
+                        "object"),
+    "sglang's name": ({"messages": HI, "ebnf": "root ::= a"}, 400, "ebnf", UNSUPPORTED, "structured_outputs"),
     "json unsaid": ({"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format",
                     None, "json"),
-    "regex": ({"messages": HI, "guided_regex": "a"}, 400, "guided_regex", UNSUPPORTED, "decoding"),
-    "strict tool": ({"messages": HI, "tools": [STRICT]}, 400, "tools.0.function.strict", None, "strict"),
+    "regex": ({"messages": HI, "guided_regex": "(a"}, 400, "guided_regex", "invalid_grammar", "not closed"),
+    "strict tool": ({"messages": HI, "tools": [STRICT]}, 400, None, None, "Required properties"),
     "nameless tool": ({"messages": HI, "tools": [{}]}, 400, "tools.0.function.name", None, "name"),
-    "forced tool": ({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "function", "function": {
-        "name": "get_weather"}}}, 400, "tool_choice", None, "tool_choice"),
+    "unknown tool": ({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "function", "function": {
+        "name": "get_time"}}}, 400, "tool_choice", None, "get_weather"),
+    "odd choice": ({"messages": HI, "tools": [WEATHER], "tool_choice": "any"}, 400, "tool_choice", None,
+                   "any"),
     "required while thinking": ({"messages": HI, "tools": [WEATHER], "tool_choice": "required"}, 400,
                                 "tool_choice", None, "tool"),
     "one call at most": ({"messages": HI, "tools": [WEATHER], "parallel_tool_calls": False}, 400,
