@@ -34,6 +34,8 @@ grammar.py    structured output: which tokens may follow, from a schema, a patte
 text.py       ids become text as they arrive: UTF-8 borders, stop strings
 exchange.py   experts on several ranks: which slot is where, rows there and answers back
 dist.py       the ranks of a group: who is there, what they agree on before a step
+eplb.py       which slot holds which expert: rows that were counted become a plan, a plan becomes transfers
+rebalance.py  experts change their slots while requests are served
 host.py       copies between host and device that wait for nothing
 config.py     EngineConfig: sizes and limits, and every reason to refuse them at the start
 canary.py     a shadow of the caches that notices wrong blocks, slots and windows (tests; `canary="raise"`)

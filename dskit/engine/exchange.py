@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dskit import ops
+from dskit.engine import eplb
 from dskit.layers.linear import Numerics, decode, encode
 from dskit.layers.moe import MoE
 from dskit.model import Model
@@ -62,12 +63,8 @@ class Peers:
 
 
 def layout(experts: int, size: int, redundant: int = 0) -> list[int]:
-    """The expert of each physical slot at the start: every one once, then replicas of the first ones.
-
-    There are `redundant` replicas, or as many more as make the slots of all ranks equally many.
-    """
-    slots = -(-(experts + redundant) // size) * size
-    return [slot % experts for slot in range(slots)]
+    """The expert of each physical slot at the start, with at least `redundant` replicas."""
+    return eplb.spread(experts, eplb.slots_for(experts, redundant, size), size)
 
 
 def held(experts: int, peers: Peers, redundant: int = 0) -> list[int]:
