@@ -70,8 +70,15 @@ class Server:
         return f"Server({self.url!r}, {state})"
 
     def _repr_html_(self) -> str:
-        page = f'<a href="{self.url}/ui" target="_blank">chat page</a> · ' if self.ui else ""
-        return f"{page}API at <code>{self.url}/v1</code>"
+        """The chat page under the cell, and where everything is."""
+        if not self._thread.is_alive():
+            return f"the server at <code>{self.url}</code> is closed"
+        line = f"API at <code>{self.url}/v1</code>"
+        if not self.ui:
+            return line
+        style = "width:100%;height:640px;border:1px solid #8885;border-radius:8px"
+        page = f'<iframe src="{self.url}/ui/" title="dskit chat page" style="{style}"></iframe>'
+        return f'<div><a href="{self.url}/ui/" target="_blank">chat page</a> · {line}</div>{page}'
 
 
 class UvicornServer(uvicorn.Server):

@@ -7,8 +7,8 @@ order, so what is compared is the difference to the full model, seed by seed:
 
     worse = mean over seeds of (loss - loss of the full model),   se = standard deviation / sqrt(seeds)
 
-The loss is measured on held-out conversations of the five skills, each skill weighing the same. A difference
-is called one when its 95 % interval (Student's t) leaves out zero.
+The loss is measured on held-out conversations of the trained skills, each skill weighing the same. A
+difference is called one when its 95 % interval (Student's t) leaves out zero.
 
 Shapes: a run is a dict, a row of the summary too; `curve` is a list of [step, training loss].
 Units: nats per answer token; shares of answer tokens right; bytes; tokens per second of training.
@@ -16,7 +16,7 @@ State: OUT/study.json says what is compared; OUT/<variant>-<seed>/result.json is
 run again; state.pt an unfinished one, which goes on.
 Errors: ValueError for an unknown variant, or a folder that holds another study.
 Source: experience.md section 4 (`--disable`); Engram's paper for the exchange of tables and experts.
-Try: dskit train ablate --disable engram,mhc --out runs/ablate
+Try: notebooks/09_ablation.ipynb; dskit train ablate --disable engram,mhc --out runs/ablate
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ class Ablation(Trainer):
         return self.out
 
     def held_out(self) -> dict[str, dict[str, float]]:
-        """Loss and share of answer tokens right, by skill, on conversations that no training draws."""
+        """Loss and share of answer tokens right, by trained skill, on conversations never trained on."""
         seq_len, rows, _ = self.recipe.shapes[-1]
         found = {}
-        for skill in SKILLS:
+        for skill in [skill for skill in SKILLS if skill in (self.recipe.mix or SKILLS)]:
             batch = data.batch(self.tokenizer, 0, 0, seq_len, max(2, rows), {skill: 1.0}, split="eval")
             ids, start, said = (torch.from_numpy(a).to(self.device)
                                 for a in (batch.ids, batch.doc_start, batch.loss))
@@ -308,7 +308,7 @@ def summary(runs: list[Run]) -> list[dict[str, Any]]:
         columns = {"loss": [run["loss"] for run in mine]}
         if name != "full":
             columns["worse"] = [run["loss"] - full[run["seed"]] for run in mine]
-        for skill in SKILLS:
+        for skill in mine[0]["skills"]:
             columns[skill] = [run["skills"][skill]["right"] for run in mine]
             columns[f"{skill}_exact"] = [run["exact"][skill] for run in mine if run["exact"]]
         for key in ("tokens_per_s", "peak_mb"):
@@ -400,7 +400,7 @@ def _short(row: dict[str, Any]) -> dict[str, str]:
         return text if error is None else f"{text} ± {error:{form}}"
 
     return {"variant": row["variant"], "loss": with_error("loss", ".3f"),
-            "worse by": with_error("worse", ".3f"), **{s: with_error(s, ".0%") for s in SKILLS},
+            "worse by": with_error("worse", ".3f"), **{s: with_error(s, ".0%") for s in SKILLS if s in row},
             "tokens/s": with_error("tokens_per_s", ",.0f"), "parameters": f"{row['parameters']:,}",
             "per token": f"{row['active']:,}", "cache KB": f"{row['cache_bytes'] / 1e3:,.0f}",
             "peak MB": with_error("peak_mb", ",.0f")}

@@ -5,9 +5,9 @@
     panel.figure()   # the picture alone, which stays in a saved notebook
 
 Idea: `compute(**values)` turns the values of the controls into rows, `draw(rows)` turns rows into a Picture.
-A control is a slider for (low, high, start), a choice for a list, and a line of text for a string, which
-counts once it is entered. With `button`, rows are computed when it is pressed, and otherwise 150 ms after the
-last move.
+A control is a slider for (low, high, start), a choice for a list, any number of choices for Several, and a
+line of text for a string, which counts once it is entered. With `button`, rows are computed when it is
+pressed, and otherwise 150 ms after the last move.
 
 State: a Board is what every panel here is made of: `data` are the rows of the last picture, and files go to
 ./dskit-out.
@@ -33,6 +33,10 @@ DELAY_S = 0.15
 FOLDER = Path("dskit-out")
 Rows = list[dict[str, Any]]
 Control = tuple[int, int, int] | str | Sequence[Any]
+
+
+class Several(list):
+    """Values of which any number may be chosen; all of them at first."""
 
 
 class Board(ipywidgets.VBox):
@@ -153,6 +157,9 @@ def _control(name: str, values: Control, tip: str) -> ipywidgets.ValueWidget:
         return ipywidgets.IntSlider(min=low, max=high, value=start, description=name, tooltip=tip or name)
     if isinstance(values, str):
         return ipywidgets.Text(values, description=name, tooltip=tip or name, continuous_update=False)
+    if isinstance(values, Several):
+        return ipywidgets.SelectMultiple(options=list(values), value=values, rows=len(values),
+                                         description=name, tooltip=tip or name)
     tips = [f"{name} {value}" for value in values]
     return ipywidgets.ToggleButtons(options=list(values), description=name, tooltips=tips)
 

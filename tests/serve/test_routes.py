@@ -163,6 +163,14 @@ def test_a_full_queue_says_when_to_come_back():
         idle(llm)
 
 
+def test_a_server_shows_its_page_while_it_runs(server, tiny_server):
+    assert f'<iframe src="{server.url}/ui/" title="dskit chat page"' in server._repr_html_()
+    assert f"{server.url}/v1" in server._repr_html_() and "<iframe" not in tiny_server._repr_html_()
+    with ScriptedLLM({}) as llm, serve.start(llm, port=0, ui=False) as running:
+        pass
+    assert running._repr_html_() == f"the server at <code>{running.url}</code> is closed"
+
+
 def test_closing_ends_replies_and_a_second_start_takes_the_port_over():
     with ScriptedLLM({}, pause=0.01) as llm:
         first = serve.start(llm, port=0, ui=False)

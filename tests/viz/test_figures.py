@@ -38,6 +38,15 @@ EFFECTS = [
     {"what": "no Engram", "held": "all parameters", "worse": 0.12, "worse_se": 0.02},
     {"what": "plain residual", "held": "widths", "worse": -0.01, "worse_se": None},
 ]
+ROUNDS = [
+    {"drafted": [*" a\nb", "lamp"], "held": held, "next": " light", "chance": [0.9, 0.8, 0.5, 0.3, 0.1]}
+    for held in [5, 0, 2, 5] * 4
+]
+STAGES = [
+    {"what": "chat page", "where": "serve/ui.py", "thread": "the browser"},
+    {"what": "scheduler", "where": "engine/scheduler.py", "thread": "the engine's thread"},
+    {"what": "op", "where": "ops.py", "thread": "the engine's thread"},
+]
 FLOW = [
     {"token": " lamp", "experts": [1, 3], "weights": [0.75, 0.25]},
     {"token": "?", "experts": [3, 0], "weights": [0.5, 0.5]},
@@ -107,6 +116,8 @@ GATES = [
     {"token": f" token{i}", "gates": [0.02 * i, 1 - 0.02 * i, 0.5]} for i in range(30)
 ]  # more than fit
 DRAWN = {
+    "acceptance": lambda: figures.acceptance(ROUNDS),
+    "request_path": lambda: figures.request_path(STAGES),
     "loss_curves": lambda: figures.loss_curves(CURVES),
     "ablation_effects": lambda: figures.ablation_effects(EFFECTS),
     "expert_flow": lambda: figures.expert_flow(FLOW, 4),
@@ -192,6 +203,24 @@ def test_the_description_travels_with_the_picture(draw):
 def test_an_unknown_theme_is_refused():
     with pytest.raises(ValueError, match="auto, light, dark"):
         figures.set_theme("drak")
+
+
+# ---- drafts and ablations ----------------------------------------------------------------------------------
+
+
+def test_acceptance_counts_the_models_own_token_and_every_round():
+    picture = figures.acceptance(ROUNDS)
+    assert "4.00 tokens per round over 16 rounds" in picture.alt
+    assert "guess 1 kept in 75%, expected 90%" in picture.alt and "guess 5 kept in 50%" in picture.alt
+    texts = [text.get_text() for text in picture.axes[0].texts]
+    assert "and 6 rounds more" in texts and texts.count("\u2423light") == 10
+
+
+def test_curves_average_over_seeds_and_effects_say_what_is_held():
+    assert "full: 7.95 at step 1, 6.05 at step 20, 2 seeds" in figures.loss_curves(CURVES).alt
+    alt = figures.ablation_effects(EFFECTS).alt
+    assert "no Engram: +0.120 nats per answer token, standard error 0.020; held all parameters" in alt
+    assert "plain residual: -0.010 nats per answer token, one seed, no standard error" in alt
 
 
 # ---- the model -------------------------------------------------------------------------------------------
@@ -419,6 +448,7 @@ DRAWN_FROM_ROWS = [
     *(figures.swap_board, figures.op_bars, figures.op_timeline, figures.cache_map, figures.request_lives),
     *(figures.query_reach, figures.selection_mask, figures.attention_map, figures.stream_flow),
     *(figures.mixing_matrices, figures.ngram_lookup, figures.gate_map),
+    *(figures.acceptance, figures.request_path, figures.loss_curves),
 ]
 
 

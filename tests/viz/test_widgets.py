@@ -119,3 +119,13 @@ def said(text, times):
 
 def test_every_control_has_a_name(panel):
     assert all(control.description == name for name, control in panel.controls.items())
+
+
+def test_several_values_can_be_chosen():
+    def shown(parts):
+        return [{"what": part, "bytes": 1, "vectors": 1} for part in parts]
+
+    panel = widgets.Panel(shown, figures.memory_bars, {"parts": widgets.Several(["a", "b", "c"])})
+    assert [row["what"] for row in panel.data] == ["a", "b", "c"]
+    panel.controls["parts"].value = ("c",)
+    assert panel.data == shown(("c",)) and panel.code == "shown(parts=('c',))"

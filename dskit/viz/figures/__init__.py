@@ -8,6 +8,8 @@
     engram.py     lookups and gates of the n-gram memory
     mhc.py        residual streams and their mixing
     tokens.py     strips of tokens
+    dspark.py     guesses kept and thrown away
+    serving.py    the way of a request
     ablation.py   loss curves, what a missing mechanism costs
     kernels.py    shares of the floor; a swap, a step's time
     moe.py        tokens to experts, loads
@@ -20,6 +22,7 @@ Try: notebooks/00_start.ipynb
 """
 
 from dskit.viz.figures.ablation import ablation_effects, loss_curves
+from dskit.viz.figures.dspark import acceptance
 from dskit.viz.figures.engine import cache_map, request_lives
 from dskit.viz.figures.engram import gate_map, ngram_lookup
 from dskit.viz.figures.kernels import floor_shares, op_bars, op_timeline, swap_board
@@ -28,6 +31,7 @@ from dskit.viz.figures.mla import memory_bars
 from dskit.viz.figures.model import model_map
 from dskit.viz.figures.moe import expert_flow, expert_load
 from dskit.viz.figures.page import THEMES, Picture, set_theme, theme
+from dskit.viz.figures.serving import request_path
 from dskit.viz.figures.swa import attention_map, query_reach, selection_mask
 from dskit.viz.figures.tokens import token_strips
 
@@ -35,6 +39,7 @@ __all__ = [
     "Picture",
     "THEMES",
     "ablation_effects",
+    "acceptance",
     "attention_map",
     "cache_map",
     "expert_flow",
@@ -50,6 +55,7 @@ __all__ = [
     "op_timeline",
     "query_reach",
     "request_lives",
+    "request_path",
     "selection_mask",
     "set_theme",
     "stream_flow",
