@@ -328,7 +328,7 @@ EXTRAS = {  # top-level package of an import that failed: the extra that install
     "transformers": "dev",
 }
 CODES = {  # class name of an exception of dskit: exit code
-    **dict.fromkeys(("ConfigError", "EngramError", "UnknownOp", "UnknownImplementation"), USAGE),
+    **dict.fromkeys(("ConfigError", "EngramError", "PlanError", "UnknownOp", "UnknownImplementation"), USAGE),
     "Unsupported": ENVIRONMENT,
 }
 

@@ -4,6 +4,8 @@ Idea: a check is a function that returns its finding: `ok`, `warn` (works, but n
 cannot run). Checks are ordered from the ground up, so the first bad line is usually the cause of those
 below it.
 
+With `--plan` nothing is checked: engine/plan.py says what a model would take, and this prints it.
+
 Units: memory and disk in GB (1e9 bytes), times in seconds.
 Errors: a check that raises is a `fail` with the exception's text; exit code 1 if any check fails, else 0.
 """
@@ -203,8 +205,22 @@ def examine() -> list[Finding]:
     return found
 
 
+def plan(args: Any) -> int:
+    """Print what a model would take on some GPUs; 1 if it does not fit."""
+    from dskit import checkpoint
+    from dskit.engine.plan import Plan, parse_gpus
+
+    count, machine = parse_gpus(args.gpus, args.machine)
+    settings = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len}
+    found = Plan(checkpoint.configuration(args.plan), count, machine, **settings)
+    print(json.dumps({"model": args.plan, **found.to_dict()}) if args.json else f"{args.plan} on {found}")
+    return int(not found.fits)
+
+
 def main(args: Any) -> int:
     """Print the report, write the bundle if asked for; 1 if any check fails."""
+    if args.plan is not None:
+        return plan(args)
     findings = examine()
     lines = [f"dskit {dskit.__version__}", *(line(finding) for finding in findings)]
     if args.bundle:

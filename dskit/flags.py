@@ -314,5 +314,15 @@ class DoctorArgs:
     """Implementations of ops that the run of the tiny model takes."""
     json: bool = False
     """Print one JSON document instead of lines."""
+    plan: Annotated[str | None, arg(metavar="MODEL")] = None
+    """Check nothing: say what this model (preset or folder) would take on --gpus, and how fast at most."""
+    gpus: Annotated[str, arg(metavar="NxNAME")] = ""
+    """GPUs to plan for, for example 8xH200."""
+    machine: Annotated[str | None, arg(metavar="FILE")] = None
+    """JSON with name, memory_bytes, bytes_per_s and flop_per_s of a GPU that dskit does not know."""
+    max_num_seqs: Count = None
+    """Requests per GPU to plan windows for; by default what dskit serve takes."""
+    max_model_len: Count = None
+    """Longest request to plan the cache for; by default what the checkpoint allows."""
     bundle: Annotated[str | None, arg(metavar="FILE")] = None
     """Also write the report to a file that can be shown to others: no user, host or home names in it."""

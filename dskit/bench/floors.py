@@ -6,39 +6,21 @@ twice, so that a share of the floor above one means reads out of the L2.
 
 Units: bytes, floating-point operations, microseconds.
 Errors: ValueError naming the field that a file of constants lacks.
-Source: copies and 8192^3 products on one H200, 2026-11-29; fp8 is twice bf16, an upper bound.
+Source: engine/plan.py has the speeds and where they come from.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from dskit.engine.plan import H200, Machine
 from dskit.testing import Cases, Shape
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a GPU can move and compute per second; `name` is part of what the driver calls it."""
-
-    name: str
-    bytes_per_s: float
-    flop_per_s: dict[str, float]
-
-
-H200 = Machine("H200", 4.3e12, {"bf16": 790e12, "fp8": 1580e12, "tf32": 395e12, "fp32": 60e12})
 
 
 def machine(gpu: str | None, constants: str | None = None) -> Machine | None:
     """The constants to use for a GPU: those of a JSON file, or the H200's for an H200 and for no GPU."""
     if constants:
-        found = json.loads(Path(constants).read_text())
-        missing = [name for name in ("name", "bytes_per_s", "flop_per_s") if name not in found]
-        if missing:
-            raise ValueError(f"{constants} lacks {missing[0]!r}; it needs name, bytes_per_s, flop_per_s")
-        return Machine(found["name"], found["bytes_per_s"], found["flop_per_s"])
+        return Machine.load(constants)
     return H200 if gpu is None or H200.name in gpu else None
 
 

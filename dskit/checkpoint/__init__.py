@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import torch
 from dskit.checkpoint import draw, place
 from dskit.checkpoint.files import CheckpointError, Folder
 from dskit.checkpoint.place import Tables
-from dskit.checkpoint.spec import Held, layout, spec, stored_form
+from dskit.checkpoint.spec import NBYTES, Held, layout, spec, stored_form
 from dskit.checkpoint.write import SHARD_SIZE, Report, convert, write
 from dskit.config import PRESETS, PRESETS_DIR, ModelConfig, preset
 from dskit.layers.engram import folding
@@ -40,7 +41,6 @@ __all__ = ["CheckpointError", "Report", "Tables", "configuration", "convert", "d
            "load", "locate", "random", "save", "spec", "write_random"]
 
 Device = str | torch.device
-_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 
 
 def load(source: str | Path, *, device: Device | None = None, numerics: str = "release", seed: int = 0,
@@ -88,11 +88,16 @@ def write_random(config: ModelConfig, folder: str | Path, seed: int = 0, shard_s
 
 def configuration(source: str | Path) -> ModelConfig:
     """The configuration of a preset or a checkpoint folder, without a look at the weights."""
-    return preset(str(source)) if is_drawn(source) else ModelConfig.from_folder(locate(source))
+    if is_drawn(source):
+        return preset(str(source))
+    return ModelConfig.from_folder(locate(source, ["*.json"]))
 
 
-def locate(source: str | Path) -> Path:
-    """The folder of a source that has files: the demo's, the one named, or a download from Hugging Face."""
+def locate(source: str | Path, patterns: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
+    """The folder of a source that has files: the demo's, the one named, or a download from Hugging Face.
+
+    patterns: the files that are needed of it.
+    """
     name = str(source)
     if name == "demo":
         if not list((PRESETS_DIR / name).glob("*.safetensors")):
@@ -102,13 +107,13 @@ def locate(source: str | Path) -> Path:
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
-        return _download(name)
+        return _download(name, patterns)
     presets = ", ".join(PRESETS)
     raise CheckpointError("no such model", file=name, found="no folder of this name",
                           expected=f"a preset ({presets}), a folder, or a Hugging Face id owner/name")
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -116,7 +121,7 @@ def _download(name: str) -> Path:
                               file=name, found="no folder of this name",
                               expected="a folder, or the package") from None
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's client raises a dozen kinds, none of which says what to do
         raise CheckpointError("the download from Hugging Face failed; a folder with its files can be named "
                               f"instead ({type(error).__name__}: {error})", file=name) from error
@@ -160,7 +165,7 @@ def model_bytes(config: ModelConfig, numerics: Numerics, storage: str, device: t
             total += _count(weight.shape) * (numerics.held if config.quantized else numerics.compute).itemsize
         else:
             stored = stored_form(weight, config).values()
-            total += sum(_count(shape) * _BYTES[dtype] for dtype, shape in stored)
+            total += sum(_count(shape) * NBYTES[dtype] for dtype, shape in stored)
     return total
 
 

@@ -23,6 +23,7 @@ from dskit.config import ModelConfig
 
 ROW_GROUP = (1, 32)  # elements per scale of fp4 weights and of Engram rows
 PACKED = ("fp8", "fp4", "row")
+NBYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 DTYPES = {"fp8": "F8_E4M3", "row": "F8_E4M3", "fp4": "I8", "bf16": "BF16", "fp32": "F32", "int64": "I64"}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\.weight$")
 Held = Callable[[int], list[int]]  # number of a layer's experts -> those that one rank holds, slot by slot

@@ -36,8 +36,10 @@ exchange.py   experts on several ranks: which slot is where, rows there and answ
 dist.py       the ranks of a group: who is there, what they agree on before a step
 eplb.py       which slot holds which expert: rows that were counted become a plan, a plan becomes transfers
 rebalance.py  experts change their slots while requests are served
+engram.py     where the n-gram tables lie, and how a step's rows come from there
 host.py       copies between host and device that wait for nothing
 config.py     EngineConfig: sizes and limits, and every reason to refuse them at the start
+plan.py       what a model would take on some GPUs, and the floors of its steps, without loading it
 canary.py     a shadow of the caches that notices wrong blocks, slots and windows (tests; `canary="raise"`)
 llm.py        LLM: model, tokenizer and engine in one object; the only class a notebook needs
 """

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dskit.checkpoint import Tables
-from dskit.checkpoint.spec import Weight, layout, stored_form
+from dskit.checkpoint.spec import NBYTES, Weight, layout, stored_form
 from dskit.config import ModelConfig
 from dskit.engine.host import Fetch, send
 from dskit.layers.engram import Engram, gather
@@ -52,7 +52,6 @@ SPARE = 1.1  # a table in host memory leaves a tenth of its size free
 HUGE = 2 << 20  # bytes of a huge page
 IN_HUGE = 0.98  # share of a table's resident bytes that has to lie in huge pages
 MADV_RANDOM, MADV_COLLAPSE = 1, 25  # of Linux's madvise
-_WIDTHS = {"F8_E4M3": 1, "F8_E8M0": 1, "BF16": 2}
 
 
 class EngramError(ValueError):
@@ -514,22 +513,21 @@ def choose(config: ModelConfig, device: torch.device, name: str | None = None, *
             raise EngramError(f"engram_placement is {name!r}, but this model has no Engram layers")
         return None
     ranks = ranks or Ranks()
-    placement = PLACEMENTS[name or suited(config, device, files, ranks.size)](config, device, ranks)
+    if name is None:
+        gpu = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        name = suited(table_bytes(config), gpu, memory_available(), files, ranks.size)
+    placement = PLACEMENTS[name](config, device, ranks)
     placement.check(files)
     return placement
 
 
-def suited(config: ModelConfig, device: torch.device, files: bool, ranks: int) -> str:
-    """The placement for tables of this size, on so many ranks of such a device."""
-    size, there = table_bytes(config), memory_available()
-    in_host = size * SPARE <= there
-    if device.type == "cpu":
-        small = size <= SMALL or (ranks == 1 and in_host)
-    else:
-        small = size <= 0.1 * torch.cuda.mem_get_info(device)[1]
+def suited(size: int, gpu: float | None, host: float, files: bool, ranks: int) -> str:
+    """The placement for tables of `size` bytes on so many ranks, each with a GPU of `gpu` bytes or none."""
+    in_host = size * SPARE <= host
+    small = size <= SMALL or (ranks == 1 and in_host) if gpu is None else size <= 0.1 * gpu
     if small:
         return "device"
-    if device.type == "cuda" and ranks >= 8:
+    if gpu is not None and ranks >= 8:
         return "shard"
     return "host" if in_host else "mmap" if files else "shard" if ranks > 1 else "device"
 
@@ -537,7 +535,7 @@ def suited(config: ModelConfig, device: torch.device, files: bool, ranks: int) -
 def table_bytes(config: ModelConfig) -> int:
     """Bytes of all Engram tables, as they are stored."""
     forms = [stored_form(weight, config) for weight in layout(config) if weight.table]
-    return sum(_WIDTHS[dtype] * shape[0] * shape[1] for form in forms for dtype, shape in form.values())
+    return sum(NBYTES[dtype] * shape[0] * shape[1] for form in forms for dtype, shape in form.values())
 
 
 # ---- memory of the machine ---------------------------------------------------------------------------------

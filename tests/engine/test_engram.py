@@ -246,16 +246,14 @@ def test_what_a_process_may_take(tmp_path):
 # ---- the choice --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("device", "ranks", "host_gib", "files", "placement"), [
-    (CPU, 1, 300, True, "device"), (CPU, 1, 200, True, "mmap"), (CPU, 2, 300, True, "host"),
-    (CPU, 2, 200, False, "shard"), (GPU, 1, 300, True, "host"), (GPU, 4, 300, False, "host"),
-    (GPU, 8, 300, True, "shard"), (GPU, 4, 200, True, "mmap"), (GPU, 4, 200, False, "shard")])
-def test_tables_go_where_they_fit(monkeypatch, device, ranks, host_gib, files, placement):
-    monkeypatch.setattr(engram, "memory_available", lambda: host_gib << 30)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (130 << 30, 141 << 30))
-    assert suited(FLASH, device, files, ranks) == placement
-    small = suited(preset("slice"), GPU, files, ranks), suited(preset("demo"), device, files, ranks)
-    assert small == ("device", "device")
+@pytest.mark.parametrize(("gpu", "ranks", "host_gib", "files", "placement"), [
+    (None, 1, 300, True, "device"), (None, 1, 200, True, "mmap"), (None, 2, 300, True, "host"),
+    (None, 2, 200, False, "shard"), (1.5e11, 1, 300, True, "host"), (1.5e11, 4, 300, False, "host"),
+    (1.5e11, 8, 300, True, "shard"), (1.5e11, 4, 200, True, "mmap"), (1.5e11, 4, 200, False, "shard")])
+def test_tables_go_where_they_fit(gpu, ranks, host_gib, files, placement):
+    flash, demo = (engram.table_bytes(config) for config in (FLASH, preset("demo")))
+    assert suited(flash, gpu, host_gib << 30, files, ranks) == placement
+    assert suited(demo, gpu, host_gib << 30, files, ranks) == "device"
 
 
 def test_what_cannot_be_had_is_refused_with_numbers(monkeypatch, folder):
