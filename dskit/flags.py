@@ -63,8 +63,9 @@ class ServeArgs(ModelArgs):
     speculate: Literal["off", "static", "scheduled"] | None = None
     """Let the draft guess ahead and verify every guess, or those that pay; by default what pays, where there
     is a draft."""
-    accept: Literal["coupled", "rejection"] = "coupled"
-    """Which guesses hold: coupled ones leave the text of a seed as it is, rejection takes more of them."""
+    accept: Literal["coupled", "rejection", "block"] = "coupled"
+    """Which guesses hold: coupled ones leave the text of a seed as it is, rejection takes more, block most
+    of them."""
     engram_placement: Literal["device", "shard", "host", "mmap"] | None = None
     """Where n-gram tables lie: on every device, spread over the ranks, once in host memory, in the file; by
     default where they fit."""
@@ -122,6 +123,8 @@ class SpecArgs(ModelArgs):
     """0 always takes the likeliest token."""
     requests: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 8, 32)
     """Requests served at a time."""
+    repeats: int = 3
+    """Times that each way is measured at each load, in turn; the median is shown."""
     save: bool = False
     """Put the fitted temperatures beside the checkpoint and the cost of rows where this machine keeps it."""
     json: bool = False

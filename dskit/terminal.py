@@ -70,6 +70,8 @@ def reply(source: Local | Remote, messages: list[Delta], text: str, args: Any) -
     wait = (first or start) - start
     rate = (usage["completion_tokens"] - 1) / max(seconds - wait, 1e-9)
     counts = f"{usage['prompt_tokens']} prompt tokens, {usage['completion_tokens']} generated"
+    if usage.get("drafted"):
+        counts += f", {usage['accepted']} of {usage['drafted']} guesses held"
     line = f"[{counts}, first after {wait:.2f} s, {rate:.1f} tokens/s, ended by {screen.finish_reason}]"
     print(line, file=sys.stderr)
     return screen.message()
@@ -165,7 +167,11 @@ class Remote:
         with chunks:
             for chunk in chunks:
                 plain = chunk.model_dump(exclude_none=True)
-                self.usage = plain.get("usage") or self.usage
+                if usage := plain.get("usage"):
+                    details = usage.get("completion_tokens_details") or {}
+                    accepted, rejected = (details.get(f"{kind}_prediction_tokens") or 0
+                                          for kind in ("accepted", "rejected"))
+                    self.usage = usage | {"accepted": accepted, "drafted": accepted + rejected}
                 yield from _flat([plain])
 
     def close(self) -> None:

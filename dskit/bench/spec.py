@@ -4,20 +4,21 @@ Idea: held-out prompts of every skill (only definitions are of words that were t
 natural stops. With every guess verified, the rounds say how many held; tau counts the model's own token too.
 Confidences are calibrated on other prompts and judged on these. Then the same prompts are answered 1, 8 and
 32 at a time: without a draft, with every guess verified, and with those that their confidence and the
-measured cost of a row are for.
+measured cost of a row are for. These ways take turns, so that a busy machine slows all of them.
 
-Units: tokens per round; tokens per second over all requests, from the first step to the last; milliseconds.
+Units: tokens per round; tokens per second of all requests' decode steps; milliseconds.
+`speedup`: scheduled over none. `block_step`: the model's step of one request's G + 1 rows over one of 1 row.
 `acceptance_by_position[k]`: share of guesses k + 1 that held, among those that were judged and stood behind
 guesses that held.
-Errors: ValueError for a model without a draft.
+Errors: ValueError for a model without a draft, or to be saved beside no files.
 Source: dspark.md 9.2, 9.3.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from random import Random
 from statistics import mean, median
@@ -33,8 +34,10 @@ from dskit.engine.spec import BINS, CALIBRATION, StepCost, calibrate, cost_file,
 from dskit.evaluate import MAX_TOKENS, items
 from dskit.train.skills import SKILLS
 
-INTERVAL = "from the first step to the last one, in the calling process; each way was warmed up before"
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+INTERVAL = ("decode steps from plan to commit, in the calling process, prompts' own steps left out; the ways "
+            "take turns, each was warmed up before")
+ROWS = (1, 2, 3, 4, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 192)
+REQUESTS = (1, 2, 4, 8, 16, 32)
 CALIBRATION_SEED = 1000  # added to the seed of the prompts that are measured
 
 
@@ -49,13 +52,13 @@ def main(args: Any, command: str) -> int:
 
 def measure(args: Any) -> dict[str, Any]:
     """The whole report for parsed flags (`dskit.flags.SpecArgs`)."""
-    model = checkpoint.load(args.model, device=args.device, numerics=args.numerics, seed=args.seed)
-    if not model.config.num_nextn_predict_layers:
-        raise ValueError(f"{args.model} has no draft (mtp.*); train one with `dskit train demo-draft`")
-    tokenizer = chat.Tokenizer(checkpoint.locate(args.model))
     ways = {"none": {"speculate": "off"}, "static": {"speculate": "static"}}
     report = {"model": str(args.model).rstrip("/").split("/")[-1]}
-    with LLM(model, tokenizer=tokenizer, speculate="static") as llm:
+    with LLM(args.model, args.device, args.numerics, args.seed, speculate="static",
+             max_num_seqs=max(16, *args.requests)) as llm:
+        if args.save and llm.drawn:
+            raise ValueError(f"--save keeps the temperatures beside a checkpoint; {args.model} has no files")
+        model, tokenizer = llm.model, llm.tokenizer
         settings, defaults = ({"prompts": a.prompts, "temperature": a.temperature, "device": a.device}
                               for a in (args, type(args)()))
         report["env"] = environment(llm, settings, defaults, INTERVAL)
@@ -67,8 +70,9 @@ def measure(args: Any) -> dict[str, Any]:
         rounds = _by_skill(llm, args, 0)
         report |= _accepted(rounds) | {"ece": _ece(rounds, fitted.temperatures)}
         say("the cost of rows")
-        cost = step_cost(llm)
+        cost = step_cost(llm, 1 + 2 * args.repeats)
     report["calibration"], report["step_cost"] = asdict(fitted), asdict(cost)
+    report["block_step"] = cost(1 + len(fitted.temperatures)) / cost(1)
     if args.save:
         fitted.save(checkpoint.locate(args.model) / CALIBRATION)
         cost.save(cost_file(args.model, str(llm.device)))
@@ -76,11 +80,11 @@ def measure(args: Any) -> dict[str, Any]:
                          "draft_temperatures": fitted.temperatures}
     report["throughput"], report["speedup"] = {}, {}
     for count in args.requests:
-        rates = {}
-        for way, how in ways.items():
-            say(f"{count} at a time, {way}")
-            with LLM(model, tokenizer=tokenizer, max_num_seqs=max(count, 1), **how) as llm:
-                rates[way] = tokens_per_s(llm, args, count)
+        say(f"{count} at a time, " + ", ".join(ways))
+        with ExitStack() as open_:
+            llms = {way: open_.enter_context(LLM(model, tokenizer=tokenizer, max_num_seqs=count, **how))
+                    for way, how in ways.items()}
+            rates = throughput(llms, args, count)
         report["throughput"][str(count)] = rates
         report["speedup"][str(count)] = rates["scheduled"] / rates["none"]
     return report
@@ -128,45 +132,70 @@ def _ece(by_skill: dict[str, list[RoundRecord]], temperatures: tuple[float, ...]
     return {"before": error(None), "after": error(temperatures), "bins": BINS, "rounds": len(every)}
 
 
-def step_cost(llm: LLM, repeats: int = 5) -> StepCost:
-    """Time of a round by the rows that it verifies: the model's step and the draft's, 200 tokens in."""
+def step_cost(llm: LLM, repeats: int) -> StepCost:
+    """Time of the model's step by the rows that it verifies, and of a draft by its requests, 200 tokens in.
+
+    All counts take turns, so that whatever else the machine does meanwhile falls on all of them.
+    """
     runner, G = llm.engine.runner, llm.config.dspark_block_size
-    most = min(ROWS[-1], llm.engine.cfg.max_num_seqs * (1 + G))
-    per, times = -(-(200 + G + 1) // runner.block_size), {}
-    most = min(most, (runner.num_blocks // per) * (1 + G))
-    ids = Random(0).choices(range(300, llm.config.vocab_size // 2), k=200 + G + 1)
-    for rows in [r for r in ROWS if r <= most]:
+    per = -(-(200 + G + 1) // runner.block_size)
+    most = min(llm.engine.cfg.max_num_seqs, runner.num_blocks // per, REQUESTS[-1])
+    ids = Random(0).choices(range(llm.config.vocab_size // 4, llm.config.vocab_size // 2), k=200 + G + 1)
+    slots = range(1, 1 + most)
+    blocks = {slot: list(range(1 + (slot - 1) * per, 1 + slot * per)) for slot in slots}
+    for slot in slots:
+        runner.run([Work(slot, blocks[slot], ids, 0, 200, 200)])
+
+    def verify(rows: int) -> None:
         each = [1 + G] * (rows // (1 + G)) + ([rows % (1 + G)] if rows % (1 + G) else [])
-        work = [Work(1 + i, list(range(1 + i * per, 1 + (i + 1) * per)), ids, 200, 200 + n, 200, "all")
-                for i, n in enumerate(each)]
-        for w in work:
-            runner.run([Work(w.seq_slot, w.blocks, ids, 0, 200, 200)])
-        slots, starts, newest = [w.seq_slot for w in work], [w.stop for w in work], [7] * len(work)
-        spent = []
-        for _ in range(1 + repeats):
+        work = [Work(slot, blocks[slot], ids, 200, 200 + n, 200, "all")
+                for slot, n in zip(slots, each, strict=False)]
+        runner.run(work).argmax(-1).tolist()
+
+    def draft(requests: int) -> None:
+        starts, newest = [200] * requests, [7] * requests
+        runner.propose(list(slots[:requests]), starts, newest, lambda logits: logits.argmax(-1))[0].tolist()
+
+    jobs = [(verify, n) for n in ROWS if n <= most * (1 + G)] + [(draft, n) for n in REQUESTS if n <= most]
+    spent: dict[Any, list[float]] = {job: [] for job in jobs}
+    for _ in range(1 + repeats):
+        for job, n in jobs:
             begin = time.perf_counter()
-            runner.run(work).argmax(-1).tolist()
-            runner.propose(slots, starts, newest, lambda logits: logits.argmax(-1))[0].tolist()
-            spent.append(1e3 * (time.perf_counter() - begin))
-        times[rows] = median(spent[1:])
-    return StepCost(tuple(times), tuple(times.values()))
+            job(n)
+            spent[job, n].append(1e3 * (time.perf_counter() - begin))
+    times = {job: median(each[1:]) for job, each in spent.items()}
+    return StepCost.fit(*({n: times[job, n] for job, n in jobs if job is which} for which in (verify, draft)))
 
 
-def tokens_per_s(llm: LLM, args: Any, count: int) -> float:
-    """Tokens per second of prompts of all skills, `count` requests at a time; first tokens are left out."""
+def throughput(llms: dict[str, LLM], args: Any, count: int) -> dict[str, float]:
+    """Tokens per second of decode steps with `count` requests at a time, by the way of drafting.
+
+    The ways take turns; prompts of all skills, the first tokens left out.
+    """
     total = max(count, 2 * len(SKILLS))
-    work = [(prompt, _params(args, skill, i)) for skill in SKILLS
-            for i, prompt in enumerate(_prompts(llm, skill, -(-total // len(SKILLS)), args.seed))]
-    work = [work[i] for k in range(0, total) for i in range(k, len(work), -(-total // len(SKILLS)))][:total]
-    llm.generate(*map(list, zip(*work[:2], strict=True)))  # warms up
-    llm.engine.forget()
+    each = -(-total // len(SKILLS))
+    by_skill = [[(prompt, _params(args, skill, i))
+                 for i, prompt in enumerate(_prompts(next(iter(llms.values())), skill, each, args.seed))]
+                for skill in SKILLS]
+    work = [item for row in zip(*by_skill, strict=True) for item in row][:total]
+    rates: dict[str, list[float]] = {way: [] for way in llms}
+    for turn in range(1 + args.repeats):
+        for way, llm in llms.items():
+            llm.engine.forget()
+            part = work if turn else work[:2]  # the first turn warms up
+            rates[way].append(_decode_rate(llm, part, count))
+    return {way: median(each[1:]) for way, each in rates.items()}
+
+
+def _decode_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: int) -> float:
+    """Tokens per second of the decode steps that answer these prompts, `count` at a time."""
     tokens, seconds = 0, 0.0
-    for at in range(0, total, count):
-        batch = work[at : at + count]
-        results = llm.generate(*map(list, zip(*batch, strict=True)))
-        ends = [r.usage.ttft_s + (len(r.token_ids) - 1) / (r.usage.decode_tok_s or math.inf) for r in results]
+    for at in range(0, len(work), count):
+        steps = llm.engine.steps
+        results = llm.generate(*map(list, zip(*work[at : at + count], strict=True)))
         tokens += sum(len(r.token_ids) - 1 for r in results)
-        seconds += max(ends) - min(r.usage.ttft_s for r in results)
+        seconds += sum(s.plan_us + s.launch_us + s.wait_us + s.commit_us
+                       for s in llm.engine.trace()[steps - llm.engine.steps :] if s.kind == "decode") / 1e6
     return tokens / seconds
 
 
@@ -189,7 +218,11 @@ def show(report: dict[str, Any]) -> None:
     for count, rates in report["throughput"].items():
         table.add_row(count, *(f"{rate:.1f}" for rate in rates.values()), f"{report['speedup'][count]:.2f}")
     console.print(table)
-    costs = zip(report["step_cost"]["rows"], report["step_cost"]["time_ms"], strict=True)
-    console.print("a round of so many rows: " + ", ".join(f"{rows}: {ms:.1f} ms" for rows, ms in costs))
+    cost = report["step_cost"]
+    for what, counts, times in (("a step of so many rows", "rows", "time_ms"),
+                                ("a draft for so many requests", "requests", "draft_ms")):
+        each = zip(cost[counts], cost[times], strict=True)
+        console.print(f"{what}: " + ", ".join(f"{n}: {ms:.1f} ms" for n, ms in each))
+    console.print(f"a whole block's step is {report['block_step']:.2f} of one row's")
     env = report["env"]
     console.print(f"{env['device']}, torch {env['torch']}, {env['threads']} threads, commit {env['commit']}")

@@ -61,7 +61,8 @@ class EngineConfig:
     draft."""
     accept: str = "coupled"
     """Which guesses hold: "coupled" (those that would be drawn without a draft: the same tokens for the same
-    seed), "rejection" (more of them; the text follows the model's law, but depends on how guesses fell)."""
+    seed), "rejection" (more of them; the text follows the model's law, but depends on how guesses fell),
+    "block" (likewise, and more still: guesses are judged together)."""
     step_cost: StepCost | None = None
     """Milliseconds of a step by its rows, as `dskit bench spec` measures them."""
     draft_temperatures: tuple[float, ...] | None = None
@@ -120,8 +121,8 @@ class EngineConfig:
         if self.speculate != "off" and not model.num_nextn_predict_layers:
             raise EngineConfigError(f"speculate is {self.speculate!r}, but this model has no draft (mtp.*); "
                                     "use 'off'")
-        if self.accept not in ("rejection", "coupled"):
-            raise EngineConfigError(f"accept is {self.accept!r}; choose rejection or coupled")
+        if self.accept not in ("rejection", "block", "coupled"):
+            raise EngineConfigError(f"accept is {self.accept!r}; choose rejection, block or coupled")
         if not self.queue_timeout > 0:
             raise EngineConfigError(f"queue_timeout is {self.queue_timeout!r}; it must be seconds above 0")
         if not 2 <= self.max_model_len <= model.max_position_embeddings:

@@ -7,13 +7,14 @@ written by position, and the next step writes those positions again before anyth
 
     rejection   a guess x holds with chance min(1, p(x) / q(x)); where one falls, the next token comes from
                 max(p - q, 0). The text follows p, and no exact draft could have more accepted.
+    block       the same law, but a guess that would fall alone may be carried by those before it: more hold.
     coupled     draft and model draw with one and the same random number; a guess holds while they agree. The
                 text is that of the same seed without a draft, token for token.
 
 Randomness: (seed, position, purpose) as everywhere (sampler.uniform); what the draft and the coins draw also
 depends on the round, so that a proposal made again is a new one.
 Shapes: proposals have G = dspark_block_size tokens; q [slots, G, V] float32 are the logits they came from.
-State: q, of rejection only, overwritten by each round of its slot.
+State: q, but for coupled draws, overwritten by each round of its slot.
 Errors: none of its own; a row of logits that are not finite ends its request.
 Source: dspark.md 3.2, 3.3, 5.3; model.md 3.13.
 """
@@ -26,17 +27,18 @@ from torch import Tensor
 from dskit.engine import sampler
 from dskit.engine.host import send
 from dskit.engine.seq import Ahead, Chunk, Proposal, Round, Sampled, Sequence
-from dskit.layers.dspark import accept
+from dskit.layers.dspark import accept, accept_block
 
 MODEL, DRAFT, COIN = range(3)  # purposes of a random number
 ODD = 0xD1B54A32D192ED03  # keeps the rounds of a seed apart
 
 
 class Drafter:
-    """Judges and proposes for one runner; `accept` is "rejection" or "coupled"."""
+    """Judges and proposes for one runner; `rule` is "rejection", "block" or "coupled"."""
 
-    def __init__(self, runner, accept: str):
-        self.runner, self.coupled = runner, accept == "coupled"
+    def __init__(self, runner, rule: str):
+        self.runner, self.coupled = runner, rule == "coupled"
+        self.accept = accept_block if rule == "block" else accept
         self.q: Tensor | None = None
 
     def rounds(self, chunks: list[Chunk], logits_TV: Tensor) -> list[Round]:
@@ -45,11 +47,11 @@ class Drafter:
         ids = None if self.coupled or len(rows) == len(chunks) else self._judge(chunks, logits_TV, rows)
         sampled = iter(sampler.start(logits_TV, rows, ids).read())
         found = [Round(_held([next(sampled) for _ in range(1 + len(c.drafts))], c)) for c in chunks]
-        self._propose([(c, r) for c, r in zip(chunks, found, strict=True) if _goes_on(c, r)])
+        self._propose([(c, r) for c, r in zip(chunks, found, strict=True) if c.guess and _goes_on(c, r)])
         return found
 
     def _judge(self, chunks: list[Chunk], logits_TV: Tensor, rows: list[Ahead]) -> Tensor:
-        """Rejection: per row the draft where it holds, then the token that follows; what is behind, any."""
+        """Not coupled: per row the draft where it holds, then the token that follows; what is behind, any."""
         device, G = logits_TV.device, self.runner.config.dspark_block_size
         lengths = torch.tensor([len(c.drafts) for c in chunks])
         first = (lengths + 1).cumsum(0) - lengths - 1
@@ -61,8 +63,8 @@ class Drafter:
         first, lengths, tokens, u, temperature = (
             send(t, device) for t in (first, lengths, tokens, u, temperature))
         slots = torch.tensor([c.seq.slot for c in chunks], device=device)
-        held, after = accept(sampler.allowed(logits_TV, rows), self._q(logits_TV)[slots], tokens, first,
-                             lengths, temperature, u)
+        held, after = self.accept(sampler.allowed(logits_TV, rows), self._q(logits_TV)[slots], tokens, first,
+                                  lengths, temperature, u)
         after = after.clamp_max(logits_TV.shape[-1] - 1)  # a row of NaN: some id
         place = torch.arange(G + 1, device=device)
         tokens = torch.nn.functional.pad(tokens, (0, 1))

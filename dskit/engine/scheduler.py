@@ -18,9 +18,9 @@ A step can be planned while another is on its way (`ahead`): each of its decode 
 its token not known yet. What ends meanwhile keeps its memory until no step with its rows is on its way.
 
 With a draft a decode step has more rows of a sequence: those of guesses that a confidence-blind ("static") or
-confidence-scheduled choice lets in, as far as blocks are free for them. Only guesses that held count as
-computed; the rows behind them are overwritten before anything reads them. How many rows a step has depends on
-how many guesses held, so it is planned once the one before is booked.
+confidence-scheduled choice (spec.py) lets in, as far as blocks are free for them. Only guesses that held
+count as computed; the rows behind them are overwritten before anything reads them. How many rows a step has
+depends on how many guesses held, so it is planned once the one before is booked.
 
 Shapes: plain Python data; no tensor is read here.
 State: `waiting` (by priority, then front first; at most the first one has part of its prompt in the caches),
@@ -53,11 +53,13 @@ from dskit.engine.seq import (
     StepResult,
     TokenEvent,
 )
-from dskit.engine.spec import early_stop, survivals
+from dskit.engine.spec import allocate, capacity, pays, survivals
 from dskit.engine.tree import Node, PrefixTree
 
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 LONGEST_GUESS = 4096  # tokens: nobody is assumed to produce more than this from here on
+PROBE = 16  # steps without a draft until it is tried again
+PRIOR = 4  # guesses of a request after which what came of them counts as much as their confidence
 USAGE_LIMIT = 0.9  # share of the blocks in use above which no new prompt is started
 
 
@@ -72,6 +74,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.ratio = FIRST_RATIO  # share of max_tokens that running sequences are expected to use
         self.decodes = 0  # decode steps since the last prefill step
+        self.silent = 0  # decode steps since a draft was worth its time
         self.preemptions = 0
         self.rounds: deque[RoundRecord] = deque(maxlen=1 << 16)  # the newest ones
 
@@ -313,9 +316,7 @@ class Scheduler:
         proposals = [chunk.seq.proposal for chunk in rows]
         lengths = [len(p.tokens) if p else 0 for p in proposals]
         if self.cfg.speculate == "scheduled" and self.cfg.step_cost:
-            temperatures = self.cfg.draft_temperatures
-            lengths = early_stop([survivals(p.confidence, temperatures) if p else [] for p in proposals],
-                                 self.cfg.step_cost)
+            lengths = self._schedule(rows)
         for chunk, proposal, length in zip(rows, proposals, lengths, strict=True):
             seq = chunk.seq
             length = min(length, seq.limit - len(seq.tokens) - 1)  # the last token is never a draft
@@ -324,6 +325,25 @@ class Scheduler:
             length = min(length, len(seq.blocks) * self.cfg.block_size - chunk.stop)
             if length > 0:
                 chunk.drafts, chunk.stop = proposal.tokens[:length], chunk.stop + length
+
+    def _schedule(self, rows: list[Chunk]) -> list[int]:
+        """How many drafts of each are worth a row; and whether the draft is to guess again after this step.
+
+        While it does not pay to guess, it is tried every PROBE steps.
+        """
+        cfg, seqs = self.cfg, [chunk.seq for chunk in rows]
+        alive = [survivals(s.proposal.confidence, cfg.draft_temperatures) if s.proposal else [] for s in seqs]
+        live = [_trusted(seq, a) for seq, a in zip(seqs, alive, strict=True)]
+        before = [_trusted(seq, seq.hopes or [1.0] * len(a)) for seq, a in zip(seqs, alive, strict=True)]
+        seen = live  # coupled texts do not depend on lengths
+        if cfg.accept != "coupled":
+            seen = [b if a else [] for a, b in zip(alive, before, strict=True)]
+        lengths = allocate(live, capacity(seen, cfg.step_cost))
+        worth = pays([a or b for a, b in zip(live, before, strict=True)], cfg.step_cost)
+        self.silent = 0 if worth or self.silent >= PROBE else self.silent + 1
+        for chunk, a in zip(rows, alive, strict=True):
+            chunk.guess, chunk.seq.hopes = not self.silent, a or chunk.seq.hopes
+        return lengths
 
     def _grow(self, seq: Sequence) -> bool:
         """Give the sequence one more block; False when none is free."""
@@ -385,6 +405,7 @@ class Scheduler:
             judged = len(chunk.drafts) if len(events) == len(round.sampled) else len(events)
             held = min(len(events), len(round.sampled) - 1)
             seq.rounds, seq.drafted, seq.accepted = seq.rounds + 1, seq.drafted + judged, seq.accepted + held
+            seq.hoped += sum(seq.hopes[:judged])
             self.rounds.append(RoundRecord(seq.request_id, seq.proposal.confidence, judged, held))
         seq.proposal = round.proposal
         if chunk.origin is not None and seq.status is Status.RUNNING:
@@ -491,3 +512,9 @@ class Scheduler:
 def _output_length(seq: Sequence) -> tuple[int, int]:
     """Order of preemption: longest output first, the youngest among equals."""
     return seq.generated, seq.seq_id
+
+
+def _trusted(seq: Sequence, alive: list[float]) -> list[float]:
+    """Survivals of a request's guesses, as far as those before them kept what their confidence promised."""
+    trust = min(1.0, (seq.accepted + PRIOR) / (seq.hoped + PRIOR))
+    return [trust * a for a in alive]

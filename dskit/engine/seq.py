@@ -237,9 +237,11 @@ class Sequence:
     inflight: int = 0  # steps on their way that hold rows of this sequence
     grammar: Any = None  # grammar.State, where the text is to follow something
     proposal: Proposal | None = None  # what the draft says comes next
-    rounds: int = 0  # steps that verified drafts of it, which is also what its proposals were drawn by
+    hopes: list[float] = field(default_factory=list)  # survivals of the proposal that was scheduled last
+    rounds: int = 0  # steps that verified drafts of it
     drafted: int = 0  # drafts verified
     accepted: int = 0  # drafts that held
+    hoped: float = 0.0  # drafts that would have held, had their confidence been right
     finish_reason: str | None = None
     error: str | None = None
     preemptions: int = 0
@@ -341,7 +343,8 @@ class Chunk:
     follow). Rows before `fresh` are there to rebuild windows: their global entries are cached already.
     `saves`: (position, slot) pairs; the state as it is at that position is kept in that slot too. With
     `unknown` the token of the last row is still on the device. A fork has no rows: it samples from the last
-    row of its `origin`, and afterwards gets copies of the origin's (slot, last block).
+    row of its `origin`, and afterwards gets copies of the origin's (slot, last block). `guess`: a draft
+    proposes what comes next.
     """
 
     seq: Sequence
@@ -354,6 +357,7 @@ class Chunk:
     origin: Chunk | None = None
     source: tuple[int, int] = (0, 0)
     drafts: Seq[int] = ()
+    guess: bool = True
 
     @property
     def rows_wanted(self) -> int:

@@ -1,20 +1,21 @@
-"""How many drafted tokens each request has verified: survival, step cost, and two schedulers.
+"""How many drafted tokens each request has verified, and whether drafting pays: survival, cost, schedule.
 
 Idea: a draft comes with confidences, the chance that each guess is accepted if those before it were. Their
 running product is the chance that the token survives. Verifying one more row pays when the tokens that it is
-expected to add outweigh the longer step:
+expected to add outweigh the longer step, and drafting when the best such choice beats a step without a draft:
 
-    Theta(l) = (R + sum of the survivals of all admitted rows) / T(R + sum l)
+    Theta(l) = (R + sum of the survivals of all admitted rows) / (T(R + sum l) + Tdraft(R))
 
 A request's rows are admitted from the front, since survivals never rise. What decides must not look at the
-token that it decides on, or the output's law changes: `early_stop` visits rows in falling survival and stops
-at the first that does not pay; `capacity` looks globally, but only at the round before, and `allocate`
-spends it on the live round.
+token that it decides on, or the output's law changes: `capacity` looks globally, but only at the round
+before, and `allocate` spends it on the live round, where a row's rank depends on what came before it alone.
+(Where the text does not depend on lengths at all, in coupled acceptance, `capacity` may look at the live
+round.)
 
 Shapes: survivals [R][G], one list per request; lengths l [R] with 0 <= l <= G.
 Units: step times in milliseconds; survivals are probabilities.
 Errors: ValueError for confidences that are no numbers, temperatures of another block size, or an empty cost.
-Source: dspark.md 4; DSpark paper, sections 3.2.1, 3.2.2 and 5.2, algorithm 1.
+Source: dspark.md 4; DSpark paper, sections 3.2.1, 3.2.2 and 5.2.
 """
 
 from __future__ import annotations
@@ -43,16 +44,27 @@ def cost_file(model: str, device: str) -> Path:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of a step by its rows: measured at some row counts; a batch pays for the next measured one."""
+    """Milliseconds of a decode step: the model's by its rows, and the draft's by the requests it guesses for.
+
+    Measured at some counts, in proportion between two of them and beyond the last. Without draft times the
+    others hold the draft's.
+    """
 
     rows: tuple[int, ...]
     time_ms: tuple[float, ...]
+    requests: tuple[int, ...] = ()
+    draft_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
-        if not self.rows or len(self.rows) != len(self.time_ms) or not rising or min(self.time_ms) <= 0:
-            raise ValueError("a step cost needs rising row counts, each with a time above 0; measure it with "
+        draft = not self.requests or _is_curve(self.requests, self.draft_ms)
+        if not (_is_curve(self.rows, self.time_ms) and draft):
+            raise ValueError("a step cost needs rising counts, each with a time above 0; measure it with "
                              "`dskit bench spec --save`")
+
+    @classmethod
+    def fit(cls, model: dict[int, float], draft: dict[int, float]) -> StepCost:
+        """A cost from times by count, made to rise: no step is shorter for having more to do."""
+        return cls(tuple(model), rising(list(model.values())), tuple(draft), rising(list(draft.values())))
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -64,12 +76,36 @@ class StepCost:
         """Read it back."""
         return cls(**{k: tuple(v) for k, v in json.loads(Path(path).read_text()).items()})
 
-    def __call__(self, rows: int) -> float:
-        """Milliseconds of a step of so many rows; beyond the table it goes on in proportion."""
-        at = bisect_left(self.rows, rows)
-        if at < len(self.rows):
-            return self.time_ms[at]
-        return self.time_ms[-1] * rows / self.rows[-1]
+    def __call__(self, rows: int, drafted: int = 0) -> float:
+        """Of a step of so many rows, after which so many requests are drafted for."""
+        draft = _between(self.requests, self.draft_ms, drafted) if drafted and self.requests else 0.0
+        return _between(self.rows, self.time_ms, rows) + draft
+
+
+def _is_curve(counts: Sequence[int], times: Sequence[float]) -> bool:
+    up = all(a < b for a, b in zip(counts, counts[1:], strict=False))
+    return bool(counts) and len(counts) == len(times) and up and counts[0] > 0 and min(times) > 0
+
+
+def _between(counts: Sequence[int], times: Sequence[float], count: int) -> float:
+    at = bisect_left(counts, count)
+    if at == len(counts):
+        return times[-1] * count / counts[-1]
+    if at == 0 or counts[at] == count:
+        return times[at]
+    share = (count - counts[at - 1]) / (counts[at] - counts[at - 1])
+    return times[at - 1] + share * (times[at] - times[at - 1])
+
+
+def rising(times: Sequence[float]) -> tuple[float, ...]:
+    """The nearest times that never fall (least squares): neighbours that do are both given their mean."""
+    runs: list[tuple[float, int]] = []  # (mean, how many)
+    for time in times:
+        runs.append((time, 1))
+        while len(runs) > 1 and runs[-2][0] > runs[-1][0]:
+            (a, n), (b, m) = runs[-2:]
+            runs[-2:] = [((a * n + b * m) / (n + m), n + m)]
+    return tuple(mean for mean, n in runs for _ in range(n))
 
 
 def survivals(confidence_logits: Sequence[float], temperatures: Sequence[float] | None = None) -> list[float]:
@@ -96,29 +132,25 @@ def _ranked(live: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
     return sorted(rows, key=lambda row: (-row[0], row[2], row[1]))
 
 
-def early_stop(live: Sequence[Sequence[float]], cost: StepCost) -> list[int]:
-    """Lengths by algorithm 1: the break keeps the decision on a row blind to everything after it."""
-    R = len(live)
-    lengths, kept = [0] * R, [0] * R
-    total, rows = float(R), R
-    best = total / cost(rows) if R else 0.0
-    for survival, request, k in _ranked(live):
-        lengths[request], rows, total = k, rows + 1, total + survival
-        if total / cost(rows) <= best:
-            break
-        best, kept = total / cost(rows), list(lengths)
-    return kept
-
-
-def capacity(before: Sequence[Sequence[float]], cost: StepCost) -> int:
-    """How many drafted rows the coming step should hold, from the survivals of a round that is over."""
-    R = len(before)
-    total, best, count = float(R), float(R) / cost(R) if R else 0.0, 0
-    for j, (survival, _, _) in enumerate(_ranked(before), 1):
+def _best(hopes: Sequence[Sequence[float]], cost: StepCost, drafted: int) -> tuple[float, int]:
+    """The most tokens per millisecond that these survivals promise, and with how many drafted rows."""
+    R = len(hopes)
+    total, best, count = float(R), R / cost(R, drafted), 0
+    for j, (survival, _, _) in enumerate(_ranked(hopes), 1):
         total += survival
-        if total / cost(R + j) > best:
-            best, count = total / cost(R + j), j
-    return count
+        if total / cost(R + j, drafted) > best:
+            best, count = total / cost(R + j, drafted), j
+    return best, count
+
+
+def capacity(hopes: Sequence[Sequence[float]], cost: StepCost) -> int:
+    """How many drafted rows the coming step should hold, from the survivals of a round that is over."""
+    return _best(hopes, cost, len(hopes))[1] if hopes else 0
+
+
+def pays(hopes: Sequence[Sequence[float]], cost: StepCost) -> bool:
+    """Whether a draft for these requests promises more tokens a second than a step without one."""
+    return bool(hopes) and _best(hopes, cost, len(hopes))[0] > len(hopes) / cost(len(hopes))
 
 
 def allocate(live: Sequence[Sequence[float]], count: int) -> list[int]:

@@ -12,6 +12,11 @@ after them so that the text follows the full model's distribution p exactly, wha
     conf_i = [x_i, markov_embed[token_i]] proj^T
     token_i holds while u_i q(token_i) < p(token_i);  next ~ max(p - q, 0) where one fell, p after the last
 
+Judged as a block (`accept_block`), a draft that falls short alone may be carried by those before it:
+
+    h_i = min(1, h_{i-1} p(token_i) / q(token_i));  the longest i holds with chance rho_i / (rho_i + 1 - h_i),
+    rho_i = sum max(h_i p - q, 0), of the whole block h_i;  next ~ max(h_i p - q, 0)
+
 Shapes: taps [T, D] each -> main_TD; block rows x [B, M, D], base logits [B, M, V] -> tokens [B, M],
 logits, conf [B, M]; verified rows [T, V], packed; uniforms [B, U], one per draft and one to draw with.
 State: per stage a window ring of keys made from main; the block's own keys are never kept.
@@ -19,7 +24,8 @@ Errors: none of its own.
 Numerics: taps are stored in the dtype of values; Markov and confidence products are float32; verification in
 float64.
 Kernel: kernels/dspark.py (dspark.markov, dspark.confidence, dspark.accept)
-Source: model.md 3.13; config fields dspark_*; drafting, acceptance and their use in the engine: dspark.md.
+Source: model.md 3.13; config fields dspark_*; drafting, acceptance and their use in the engine: dspark.md;
+block verification: Sun et al., arXiv 2403.10444.
 """
 
 from __future__ import annotations
@@ -66,19 +72,53 @@ def accept(target_TV: Tensor, draft_BMV: Tensor, token_BM: Tensor, first_B: Tens
     and u are float64, u in [0, 1).  A temperature below 1e-5 is greedy: a draft holds while it is the
     target's largest logit, of equal ones the first, which is next otherwise.
     """
-    request_B = torch.arange(len(token_BM), device=token_BM.device)
-    step_U = torch.arange(u_BU.shape[1], device=token_BM.device)
+    step_U, p_BUV, q_BMV, p_BM, q_BM = _compared(target_TV, draft_BMV, token_BM, first_B, length_B,
+                                                 temperature_B)
+    holds_BM = (q_BM > 0) & (u_BU[:, :-1] * q_BM < p_BM) & (step_U[:-1] < length_B[:, None])
+    accepted_B = holds_BM.long().cumprod(-1).sum(-1)
+    return accepted_B, _following(p_BUV, q_BMV, accepted_B, accepted_B == length_B, u_BU)
+
+
+def accept_block(target_TV: Tensor, draft_BMV: Tensor, token_BM: Tensor, first_B: Tensor, length_B: Tensor,
+                 temperature_B: Tensor, u_BU: Tensor) -> tuple[Tensor, Tensor]:
+    """`accept`, but the drafts are judged as a block: as many hold or more, and the law is the same."""
+    step_U, p_BUV, q_BMV, p_BM, q_BM = _compared(target_TV, draft_BMV, token_BM, first_B, length_B,
+                                                 temperature_B)
+    ratio_BM = torch.where(q_BM > 0, p_BM / q_BM, 0)
+    h_BU = torch.ones_like(u_BU)
+    for i in range(ratio_BM.shape[1]):
+        h_BU[:, i + 1] = (h_BU[:, i] * ratio_BM[:, i]).clamp_max(1)
+    rho_BM = (h_BU[:, :-1, None] * p_BUV[:, :-1] - q_BMV).clamp_min(0).sum(-1)
+    short_BM = 1 - h_BU[:, :-1]
+    chance_BU = torch.nn.functional.pad(torch.where(short_BM > 0, rho_BM / (rho_BM + short_BM), 1), (0, 1))
+    chance_BU = torch.where(step_U == length_B[:, None], h_BU, chance_BU)
+    coin_BU = torch.nn.functional.pad(u_BU[:, :-1], (1, 0))  # no draft at all holds for sure
+    holds_BU = (coin_BU < chance_BU) & (step_U <= length_B[:, None])
+    accepted_B = (holds_BU * step_U).amax(-1)
+    end_B = accepted_B == length_B
+    carried_B = h_BU.gather(1, accepted_B[:, None])[:, 0].masked_fill(end_B, 1)
+    return accepted_B, _following(carried_B[:, None, None] * p_BUV, q_BMV, accepted_B, end_B, u_BU)
+
+
+def _compared(target_TV: Tensor, draft_BMV: Tensor, token_BM: Tensor, first_B: Tensor, length_B: Tensor,
+              temperature_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(steps [U], p [B, U, V], q [B, M, V], and both of the drafted tokens [B, M])."""
+    step_U = torch.arange(token_BM.shape[1] + 1, device=token_BM.device)
     row_BU = first_B[:, None] + torch.minimum(step_U, length_B[:, None])
     p_BUV = _chances(target_TV[row_BU], temperature_B)
     q_BMV = _chances(draft_BMV, temperature_B, token_BM)
-    p_BM, q_BM = (x.gather(-1, token_BM[..., None]).squeeze(-1) for x in (p_BUV[:, :-1], q_BMV))
-    holds_BM = (q_BM > 0) & (u_BU[:, :-1] * q_BM < p_BM) & (step_U[:-1] < length_B[:, None])
-    accepted_B = holds_BM.long().cumprod(-1).sum(-1)
-    p_BV, end_B = p_BUV[request_B, accepted_B], accepted_B == length_B
-    q_BV = q_BMV[request_B, accepted_B.clamp_max(token_BM.shape[1] - 1)].masked_fill(end_B[:, None], 0)
+    return step_U, p_BUV, q_BMV, *(x.gather(-1, token_BM[..., None]).squeeze(-1)
+                                   for x in (p_BUV[:, :-1], q_BMV))
+
+
+def _following(p_BUV: Tensor, q_BMV: Tensor, accepted_B: Tensor, end_B: Tensor, u_BU: Tensor) -> Tensor:
+    """The token behind the accepted drafts: what q has left of p where one fell, p after the last."""
+    request_B = torch.arange(len(accepted_B), device=accepted_B.device)
+    p_BV = p_BUV[request_B, accepted_B]
+    q_BV = q_BMV[request_B, accepted_B.clamp_max(q_BMV.shape[1] - 1)].masked_fill(end_B[:, None], 0)
     rest_BV = (p_BV - q_BV).clamp_min(0)
     rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)  # empty by rounding alone
-    return accepted_B, _inverse_cdf(rest_BV, u_BU[:, -1:])
+    return _inverse_cdf(rest_BV, u_BU[:, -1:])
 
 
 def _chances(logits_BMV: Tensor, temperature_B: Tensor, token_BM: Tensor | None = None) -> Tensor:

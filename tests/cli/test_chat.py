@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -28,6 +29,12 @@ def test_one_question_prints_the_answer_and_statistics(capsys):
     assert "6 generated" in err and "tokens/s" in err and "ended by length" in err
 
 
+def test_what_the_draft_guessed_is_told(loaded, capsys):
+    _, err = chat(capsys, "tiny", "-q", "hello", "--max-tokens", "12", "--think", "off")
+    held, told = re.search(r"(\d+) of (\d+) guesses held", err).groups()
+    assert 0 <= int(held) <= int(told) and int(told) > 0
+
+
 def test_the_same_question_gives_the_same_text(loaded, capsys):
     argv = ("tiny", "-q", "hello", "--max-tokens", "6", "--temperature", "0")
     assert chat(capsys, *argv)[0] == chat(capsys, *argv)[0]
@@ -43,7 +50,7 @@ def test_lines_of_input_are_turns_of_one_conversation(loaded, capsys, monkeypatc
 def test_a_server_instead_of_a_model(server, capsys):
     out, err = chat(capsys, "--url", f"{server.url}/v1", "-q", "What can you do?", "--max-tokens", "24")
     assert out.strip() or err.strip()
-    assert "generated" in err and "tokens/s" in err
+    assert "generated" in err and "tokens/s" in err and "guesses held" in err, "the server's statistics"
 
 
 def test_a_server_that_is_not_there_is_an_error_with_its_address(capsys):

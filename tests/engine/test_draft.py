@@ -3,18 +3,24 @@
 import itertools
 import math
 from collections import Counter
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dskit import LLM, checkpoint
+from dskit.chat import Tokenizer, render
 from dskit.config import preset
+from dskit.engine import pools
 from dskit.engine.config import EngineConfig, EngineConfigError
 from dskit.engine.draft import Drafter
 from dskit.engine.runner import Work
+from dskit.engine.scheduler import PROBE
 from dskit.engine.seq import Chunk, Request, SamplingParams, Sequence
-from dskit.engine.spec import StepCost
+from dskit.engine.spec import StepCost, allocate, capacity, survivals
+from dskit.evaluate import items
+from dskit.train.skills import SKILLS
 from tests.engine.mock import Runner, engine, scores
 
 G, SLOW = 5, pytest.mark.slow
@@ -28,6 +34,7 @@ class Guesser(Runner):
         super().__init__(block_size, **more)
         self.config, self.num_slots, self.right = SimpleNamespace(dspark_block_size=G), 40, right
         self.told: dict[int, list[int]] = {}
+        self.sure = False  # says that every guess is right
 
     def _rows(self, w):
         self.told[w.seq_slot] = w.tokens[: w.stop]
@@ -43,7 +50,7 @@ class Guesser(Runner):
             logits.append(rows)
             for text, token in zip(texts, tokens[-1].tolist(), strict=True):
                 text.append(token)
-        confidence = torch.tensor([[2.0 if k < n else -2.0 for k in range(G)] for n in good])
+        confidence = torch.tensor([[2.0 if k < n or self.sure else -2.0 for k in range(G)] for n in good])
         return torch.stack(tokens, 1), torch.stack(logits, 1), confidence
 
     @staticmethod
@@ -87,10 +94,81 @@ def test_coupled_texts_are_those_without_a_draft(speculate, cost, blocks):
         assert held > 20  # else nothing was tried
 
 
-def test_rejection_is_greedy_where_the_request_is():
+@pytest.mark.parametrize("accept", ["rejection", "block"])
+@pytest.mark.parametrize("cost", [None, *COSTS])
+def test_every_rule_is_greedy_where_the_request_is(accept, cost):
     greedy = [(p, SamplingParams(temperature=0, max_tokens=20)) for p, _ in REQUESTS]
-    assert ([r.token_ids for r in texts(greedy, speculate="static", accept="rejection")]
-            == [r.token_ids for r in texts(greedy)])
+    drafted = texts(greedy, speculate="scheduled", accept=accept, step_cost=COSTS.get(cost))
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in texts(greedy)]
+
+
+TIGHT, LOOSE = {"num_blocks": 17}, {"num_blocks": 24}
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=SLOW) for n in range(4, 60))])
+def test_any_requests_under_any_settings(seed):
+    """Coupled texts, their ends and log-probabilities are those without a draft; aborts lose nothing."""
+    rng = Random(seed)
+    requests = [([rng.randrange(2, 60) for _ in range(rng.randint(1, 14))],
+                 SamplingParams(temperature=rng.choice([0, 0.7, 1.2]), seed=rng.randrange(99),
+                                max_tokens=rng.randint(1, 30), top_k=rng.choice([0, 3]),
+                                stop=rng.choice([None, ["A"], ["k1", "Zz"]]), logprobs=rng.choice([None, 2]),
+                                frequency_penalty=rng.choice([0, 0.8]), ignore_eos=rng.random() < 0.5))
+                for _ in range(rng.randint(1, 8))]
+    requests += requests[: rng.randint(0, 2)]  # equal prompts are forked
+    settings = rng.choice([TIGHT, LOOSE]) | {
+        "speculate": rng.choice(["static", "scheduled"]), "step_cost": rng.choice([None, *COSTS.values()]),
+        "overlap": rng.random() < 0.5, "enable_prefix_caching": rng.random() < 0.7}
+    e = engine(Guesser(4, right=lambda tokens: rng.randint(0, G)), **settings)
+    handles = [e.submit(prompt, params) for prompt, params in requests]
+    gone = rng.choice([None, *range(len(handles))])
+    for _ in range(rng.randint(0, 6) if gone is not None else 0):
+        e.step()
+    if gone is not None:
+        handles[gone].cancel()
+    for i, ((prompt, params), handle) in enumerate(zip(requests, handles, strict=True)):
+        found, want = handle.result(), texts([(prompt, params)])[0]
+        if i == gone and found.finish_reason == "abort":
+            assert found.token_ids == want.token_ids[: len(found.token_ids)]
+            continue
+        assert (found.token_ids, found.text, found.finish_reason) == (want.token_ids, want.text,
+                                                                       want.finish_reason)
+        assert found.logprobs == want.logprobs
+    e.check()
+    assert e.stats()["blocks_free"] == e.stats()["blocks_total"] and not e.has_work
+
+
+def test_guessing_stops_where_it_does_not_pay_and_is_tried_again():
+    """A draft that is always wrong is asked once, then after PROBE steps; one that is right every step."""
+    params = SamplingParams(temperature=0, max_tokens=2 + 3 * (PROBE + 1), ignore_eos=True)
+    told = {}
+    for right in (0, G):
+        runner = Guesser(4, right=lambda tokens, right=right: right)
+        runner.asked, propose = 0, runner.propose
+        runner.propose = lambda *a, runner=runner, propose=propose: _counted(runner, propose, a)
+        cost = StepCost((1, 6), (10.0, 11.0), (1,), (5.0,))
+        found = texts([([5, 6], params)], runner=runner, speculate="scheduled", step_cost=cost)[0]
+        assert found.token_ids == texts([([5, 6], params)])[0].token_ids
+        told[right] = runner.asked, runner.steps
+    assert told[0][0] <= 2 + told[0][1] // PROBE and told[0][0] >= 3
+    assert told[G][0] >= told[G][1] - 2
+
+
+def _counted(runner, propose, args):
+    runner.asked += 1
+    return propose(*args)
+
+
+def test_confidence_that_promised_too_much_is_believed_less():
+    """Guesses that fall while their confidence is high leave a request without drafts, and no other."""
+    runner = Guesser(4, right=lambda tokens: 0 if tokens[0] == 5 else G)
+    runner.sure = True
+    cost = StepCost((1, 2, 64), (1.0, 1.1, 8.0))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    wrong, right = texts([([5, 6], params), ([7, 6], params)], runner=runner, speculate="scheduled",
+                         step_cost=cost)
+    assert wrong.usage.accepted == 0 and wrong.usage.drafted < 80, "of 39 rounds of 5"
+    assert right.usage.accepted == right.usage.drafted >= 30
 
 
 @pytest.mark.parametrize("right", [0, G])
@@ -193,23 +271,48 @@ def second_by_first(seq):
 
 
 @pytest.mark.parametrize("runs", [1000, pytest.param(20000, marks=SLOW)])
-@pytest.mark.parametrize("accept", ["rejection", "coupled"])
+@pytest.mark.parametrize("accept", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 2}], ids=str)
 def test_texts_follow_the_model(accept, params, runs):
     """Chi-square over the 27 continuations of three tokens, with guesses let in by the values before them."""
     toy = Toy(runs)
     params = SamplingParams(**params).resolve({}, max_tokens=50)
-    found = Counter(toy.texts(accept, params, second_by_first))
+    assert distance(toy, toy.texts(accept, params, second_by_first), params) < 5
+
+
+def distance(toy, texts, params) -> float:
+    """How many standard deviations the chi-square over the continuations lies above its mean."""
     logits = toy.p.double() / params.temperature
     if params.top_k:
         logits = logits.masked_fill(logits < logits.sort(dim=-1, descending=True).values[:, [1]], -math.inf)
-    p, chi, cells = logits.softmax(-1), 0.0, 0
+    p, chi, cells, found = logits.softmax(-1), 0.0, 0, Counter(texts)
     for a, b, c in itertools.product(range(3), repeat=3):
-        want = runs * float(p[0, a] * p[a, b] * p[b, c])
+        want = len(texts) * float(p[0, a] * p[a, b] * p[b, c])
         assert want or not found[a, b, c]
         if want > 1:
             chi, cells = chi + (found[a, b, c] - want) ** 2 / want, cells + 1
-    assert chi < cells + 5 * math.sqrt(2 * cells)
+    return (chi - cells) / math.sqrt(2 * cells)
+
+
+COLD = StepCost((1, 2, 3), (1.0, 2.0, 1 / 0.45))  # the second row pays only with a third
+
+
+def scheduled(peeks):
+    """Lengths by the engine's schedule; one that peeks looks at the live round for how many rows there are.
+
+    The second guess is likely to hold behind token 1 and hopeless behind another, as a confidence may say.
+    """
+    def lengths(seq):
+        live = [survivals([1.4, 2.2 if seq.proposal.tokens[0] == 1 else -30.0])]
+        return allocate(live, capacity(live if peeks else [[0.9, 0.85]], COLD))[0]
+    return lengths
+
+
+@pytest.mark.parametrize("accept", ["rejection", pytest.param("block", marks=SLOW)])
+def test_a_schedule_that_peeks_bends_the_law_and_ours_does_not(accept):
+    toy, params = Toy(1500), SamplingParams().resolve({}, max_tokens=50)
+    assert distance(toy, toy.texts(accept, params, scheduled(peeks=False)), params) < 5
+    assert distance(toy, toy.texts(accept, params, scheduled(peeks=True)), params) > 10
 
 
 def test_a_draft_that_is_let_in_by_its_own_value_bends_the_law():
@@ -244,6 +347,53 @@ def test_a_real_draft_changes_nothing(model, settings):
             assert [r.token_ids for r in found] == [r.token_ids for r in want]
         drafted.engine.check()
         assert all(r.usage.drafted > 0 for r in found)
+
+
+def confidences(llm, prompt):
+    """What the draft said of its guesses, round by round, and how much of the prompt was cached."""
+    llm.engine.scheduler.rounds.clear()
+    found = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=7, ignore_eos=True))
+    return torch.tensor([r.confidence for r in llm.engine.rounds()]), found.usage.cached_tokens
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_behind_a_cached_prefix_the_drafts_window_is_there(model, exact, monkeypatch):
+    """Its guesses are those without a cache; were its keys not copied, or rebuilt, they would be others."""
+    prompt, other = [9 + 7 * j % 240 for j in range(36)], [11 + 5 * j % 230 for j in range(36)]
+    settings = {"speculate": "static", "exact_prefix": exact, "max_num_batched_tokens": 64, "max_num_seqs": 1}
+    with LLM(model, **settings) as llm:
+        fresh, _ = confidences(llm, prompt)
+        confidences(llm, other)  # its keys are in the slot now
+        found, cached = confidences(llm, prompt)
+        assert cached > 0
+        if exact:
+            torch.testing.assert_close(found, fresh, rtol=1e-4, atol=1e-4)
+        confidences(llm, other)
+        tables, absorb = pools.slot_tables, type(llm.model).absorb
+        drafts = [llm.engine.runner.memory.windows[stage.layer] for stage in llm.model.mtp]
+        monkeypatch.setattr(pools, "slot_tables", lambda memory: [
+            t for t in tables(memory) if not (exact and any(t is d for d in drafts))])
+        monkeypatch.setattr(type(llm.model), "absorb", lambda self, state, step, memory: (
+            absorb(self, state, step, memory) if exact or len(step.pos) <= 5 else None))
+        stale, _ = confidences(llm, prompt)
+    assert (stale[0] - found[0]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("numerics, skills, count, limit", [
+    ("exact", ["define"], 2, 12), *(pytest.param(n, list(SKILLS), 60, 320, marks=SLOW)
+                                    for n in ("exact", "release"))])
+def test_the_demo_says_the_same_with_and_without_its_draft(numerics, skills, count, limit):
+    """Greedy answers to prompts of every skill."""
+    model = checkpoint.load("demo", numerics=numerics, device="cpu", batch_invariant=numerics == "release")
+    with LLM(model, tokenizer=Tokenizer(checkpoint.locate("demo")), speculate="off") as plain:
+        bodies = [item.body for skill in skills for item in items(skill, count, 0)]
+        prompts = [render(body, plain.tokenizer).ids for body in bodies]
+        params = [SamplingParams(temperature=0, max_tokens=limit)] * len(prompts)
+        want = [r.token_ids for r in plain.generate(prompts, params)]
+    with LLM(model, tokenizer=plain.tokenizer, speculate="static") as drafted:
+        found = drafted.generate(prompts, params)
+    assert [r.token_ids for r in found] == want
+    assert sum(r.usage.accepted for r in found) > len(prompts)
 
 
 @pytest.mark.parametrize("hold", [0, 1, 2, pytest.param(3, marks=SLOW)])

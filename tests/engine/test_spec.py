@@ -6,35 +6,71 @@ from random import Random
 
 import pytest
 
-from dskit.engine.spec import Calibration, StepCost, allocate, calibrate, capacity, early_stop, survivals
+from dskit.engine.spec import Calibration, StepCost, allocate, calibrate, capacity, pays, rising, survivals
 
 SMOOTH = StepCost(tuple(range(1, 40)), tuple(10 + 0.8 * r for r in range(1, 40)))
-CLIFF = StepCost((4, 8, 16, 40), (10.0, 11.0, 18.0, 60.0))
+CLIFF = StepCost((4, 5, 8, 9, 16, 17, 40), (10.0, 11.0, 11.0, 18.0, 18.0, 60.0, 60.0))
+DRAFTED = StepCost((1, 40), (10.0, 60.0), (1, 3), (8.0, 12.0))
 
 
 def theta(live, lengths, cost):
     gained = sum(sum(chain[:l]) for chain, l in zip(live, lengths, strict=True))
-    return (len(live) + gained) / cost(len(live) + sum(lengths))
+    return (len(live) + gained) / cost(len(live) + sum(lengths), len(live))
 
 
 def chains(rng, R, G):
     return [survivals([rng.gauss(1, 2) for _ in range(G)]) for _ in range(R)]
 
 
-def test_early_stop_is_the_optimum_where_one_row_more_never_gets_cheaper():
-    rng = Random(0)
-    for _ in range(60):
-        live = chains(rng, rng.randint(1, 3), 3)
-        best = max(theta(live, l, SMOOTH) for l in itertools.product(range(4), repeat=len(live)))
-        assert theta(live, early_stop(live, SMOOTH), SMOOTH) == pytest.approx(best)
+def early_stop(live, cost):
+    """The paper's algorithm 1, the oracle: rows in falling survival until one does not pay."""
+    kept, best = 0, theta(live, [0] * len(live), cost)
+    for count in range(1, 1 + sum(map(len, live))):
+        rate = theta(live, allocate(live, count), cost)
+        if rate <= best:
+            break
+        kept, best = count, rate
+    return allocate(live, kept)
 
 
-def test_capacity_is_the_global_optimum_even_over_a_cliff():
+@pytest.mark.parametrize("cost", [SMOOTH, CLIFF, DRAFTED])
+def test_capacity_is_the_global_optimum_even_over_a_cliff(cost):
     rng = Random(1)
     for _ in range(60):
         live = chains(rng, rng.randint(1, 3), 3)
-        best = max(theta(live, l, CLIFF) for l in itertools.product(range(4), repeat=len(live)))
-        assert theta(live, allocate(live, capacity(live, CLIFF)), CLIFF) == pytest.approx(best)
+        best = max(theta(live, l, cost) for l in itertools.product(range(4), repeat=len(live)))
+        assert theta(live, allocate(live, capacity(live, cost)), cost) == pytest.approx(best)
+        if cost is SMOOTH:
+            assert early_stop(live, cost) == allocate(live, capacity(live, cost))
+
+
+def test_drafting_pays_when_some_lengths_beat_a_step_without_a_draft():
+    rng, told = Random(4), set()
+    for _ in range(100):
+        live = chains(rng, rng.randint(1, 3), 3)
+        best = max(theta(live, l, DRAFTED) for l in itertools.product(range(4), repeat=len(live)))
+        told.add(worth := best > len(live) / DRAFTED(len(live)))
+        assert pays(live, DRAFTED) == worth
+    assert told == {True, False}
+
+
+def test_times_that_fall_are_put_right_and_others_left_alone():
+    assert rising([3.0, 1.0, 2.0, 5.0]) == (2.0, 2.0, 2.0, 5.0)
+    assert rising([1.0, 2.0, 2.0]) == (1.0, 2.0, 2.0) and rising([]) == ()
+    rng = Random(5)
+    for _ in range(50):
+        times = [rng.uniform(1, 9) for _ in range(12)]
+        made = rising(times)
+        assert list(made) == sorted(made) and sum(made) == pytest.approx(sum(times))
+        level = [rng.uniform(1, 9)] * 12  # no other rising times lie nearer: not the flat ones, say
+        assert math.dist(made, times) <= math.dist(level, times) + 1e-9
+
+
+def test_a_cost_between_two_counts_lies_between_theirs():
+    cost = StepCost((1, 4, 8), (10.0, 16.0, 24.0), (1, 3), (2.0, 6.0))
+    assert [cost(n) for n in (1, 2, 4, 7, 8, 16)] == [10, 12, 16, 22, 24, 48]
+    assert [cost(4, n) for n in (0, 1, 2, 3, 6)] == [16, 18, 20, 22, 28]
+    assert StepCost((1,), (1.0,))(1, 5) == 1.0  # nothing is known of the draft
 
 
 def test_the_budget_is_spent_and_never_overspent():
@@ -101,7 +137,9 @@ def test_what_is_no_number_is_refused():
         survivals([0.0, 1.0], [1.0])
     with pytest.raises(ValueError, match="rising"):
         StepCost((2, 1), (1.0, 1.0))
+    with pytest.raises(ValueError, match="above 0"):
+        StepCost((1,), (1.0,), (1, 2), (1.0, 0.0))
 
 
 def test_no_requests_no_lengths():
-    assert early_stop([], SMOOTH) == [] and capacity([], SMOOTH) == 0 and allocate([], 3) == []
+    assert capacity([], SMOOTH) == 0 and allocate([], 3) == [] and not pays([], SMOOTH)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dskit import ops
-from dskit.layers.dspark import accept
+from dskit.layers.dspark import accept, accept_block
 
 V, M = 4, 2  # vocabulary and drafts of a toy: 64 possible continuations of three tokens
 LIMIT = 112.3  # chi-square of 64 cells (63 degrees of freedom) at the 0.01 % level
@@ -75,25 +75,44 @@ def distance(codes: torch.Tensor, law: torch.Tensor) -> float:
 
 
 KINDS = ("random", "equal", "holes", "sure")
+RULES = {"rejection": accept.reference, "block": accept_block}
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_follows_the_target(kind):
+def test_the_text_follows_the_target(kind, rule):
     toy = Toy(1, kind, temperature=0.8)
     args = toy.blocks(20_000, seed=2)
-    accepted, following = accept.reference(*args)
+    accepted, following = rule(*args)
     assert distance(toy.finish(args[2], accepted, following, seed=3), toy.law) < LIMIT
     if kind == "equal":
         assert (accepted == M).all()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_follows_the_target_on_many_tables(kind, seed):
+def test_the_text_follows_the_target_on_many_tables(kind, seed, rule):
     toy = Toy(seed, kind, temperature=(0.5, 1.0, 1.5)[seed % 3])
     args = toy.blocks(200_000, seed)
-    assert distance(toy.finish(args[2], *accept.reference(*args), seed), toy.law) < LIMIT
+    assert distance(toy.finish(args[2], *rule(*args), seed), toy.law) < LIMIT
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_lengths_may_go_by_what_was_drafted_before(rule):
+    """A second draft is verified only behind a first that is even; the law stays, for either rule."""
+    toy = Toy(3, "random")
+    args = list(toy.blocks(20_000, seed=4))
+    args[4] = 1 + (args[2][:, 0] % 2 == 0).long()
+    assert distance(toy.finish(args[2], *rule(*args), seed=5), toy.law) < LIMIT
+
+
+def test_as_a_block_more_drafts_hold():
+    for seed in range(4):
+        args = Toy(seed, "random").blocks(20_000, seed)
+        alone, together = (rule(*args)[0].double().mean() for rule in (accept.reference, accept_block))
+        assert together > alone + 0.01
 
 
 def test_a_wrong_rule_is_noticed():
@@ -142,8 +161,9 @@ def test_a_greedy_block_holds_while_it_is_the_targets_choice():
     token = torch.tensor([[3, 1, 0], [1, 0, 0]])
     args = (target, torch.zeros(2, 3, 5), token, torch.tensor([0, 4]), torch.tensor([3, 3]),
             torch.zeros(2, dtype=torch.float64), torch.rand(2, 4, dtype=torch.float64))
-    accepted, following = accept(*args)
-    assert accepted.tolist() == [2, 0] and following.tolist() == [4, 0]
+    for rule in (accept, accept_block):
+        accepted, following = rule(*args)
+        assert accepted.tolist() == [2, 0] and following.tolist() == [4, 0]
 
 
 def test_of_equal_logits_the_first_is_the_greedy_choice():
@@ -153,8 +173,9 @@ def test_of_equal_logits_the_first_is_the_greedy_choice():
     assert accepted.tolist() == [1] and following.tolist() == [0]
 
 
+@pytest.mark.parametrize("rule", [accept, accept_block], ids=RULES)
 @pytest.mark.parametrize("length", range(4))
-def test_no_more_drafts_are_accepted_than_verified(length):
+def test_no_more_drafts_are_accepted_than_verified(length, rule):
     """Rows beyond `length` are not read: they may belong to the next request."""
     target = torch.full((6, 7), float("nan"))
     target[1 : 2 + length] = torch.randn(1 + length, 7)
@@ -163,7 +184,7 @@ def test_no_more_drafts_are_accepted_than_verified(length):
     u = torch.rand(1, 4, dtype=torch.float64)
     args = (target, draft, torch.randint(7, (1, 3)), torch.tensor([1]), torch.tensor([length]),
             torch.ones(1, dtype=torch.float64), u)
-    accepted, following = accept(*args)
+    accepted, following = rule(*args)
     cdf = target[1 + length].double().softmax(-1).cumsum(-1)
     assert accepted.tolist() == [length]
     assert following.tolist() == [int((cdf <= u[0, 3]).sum())]

@@ -55,6 +55,13 @@ def test_statistics_are_under_the_reply():
         assert words in stats["content"]
 
 
+def test_what_the_draft_guessed_is_told_where_there_is_one():
+    one = turn({"content": "Yes."}, reason="stop")
+    assert "draft" not in one.messages()[-1]["content"]
+    one.end(Usage(10, 7, 4, 0.25, 30.0, rounds=2, drafted=9, accepted=6), reasoning_tokens=0, seed=5)
+    assert "draft: 6 of 9 guesses held, in 2 rounds" in one.messages()[-1]["content"]
+
+
 def test_a_conversation_comes_back_as_its_messages():
     function = CALL["function"]
     parts = [{"index": 0, "id": "x", "function": {"name": function["name"], "arguments": ""}}]
