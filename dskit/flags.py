@@ -195,6 +195,8 @@ class EngineArgs(ModelArgs):
     """Requests that decode at any time while the scheduler is timed."""
     steps: int = 400
     """Decode steps that are timed."""
+    engram_gb: Annotated[tuple[float, ...], arg(metavar="GB")] = ()
+    """Give the model random n-gram tables of these sizes, and look them up; by default its own."""
     result_dir: Folder = None
     """Write run.json and bench.json into a new folder in here, for example profiles."""
 

@@ -1,8 +1,10 @@
-"""`dskit bench engine`: what a step costs beside the model: scheduler, pools, tree, and the GPU's idle time.
+"""`dskit bench engine`: what a step costs beside the model: scheduler, pools, tree, n-gram tables, idle time.
 
 Idea: the scheduler is timed without a model: requests come and go so that `--running` of them decode at any
 time, results are made up, and `plan` and `commit` of every decode step are clocked, text and all. On a GPU
 the model decodes for real, with and without overlap, and the trace says for how long nothing ran there.
+The n-gram tables are put wherever they can lie here, and the model decodes with each: how long its layers
+waited for rows, and how many rows a second come when many are asked for.
 
 Units: microseconds per step; operations per second; `idle_fraction` of the time from the first kernel to the
 last one.
@@ -22,12 +24,13 @@ from typing import Any
 
 import torch
 
-from dskit import traces
+from dskit import checkpoint, traces
 from dskit.bench.environment import header, write
 from dskit.bench.latency import say
 from dskit.chat import Tokenizer
 from dskit.checkpoint import locate
-from dskit.config import preset
+from dskit.config import ModelConfig, preset
+from dskit.engine import engram
 from dskit.engine.config import EngineConfig
 from dskit.engine.llm import LLM
 from dskit.engine.pools import Blocks, Slots
@@ -38,6 +41,7 @@ from dskit.engine.text import TextStream
 INTERVAL = "Scheduler.plan and Scheduler.commit of a decode step, detokenisation included; no model runs"
 REQUESTS = (1, 32, 128)  # that decode while the GPU's idle time is looked at
 NO_GPU = "no NVIDIA GPU here"
+PLACED = ("device", "host", "mmap")  # placements that one rank can have
 
 
 def main(args: Any, command: str) -> int:
@@ -61,6 +65,7 @@ def measure(args: Any) -> dict[str, Any]:
     report["scheduler"] = scheduler_us(args.running, args.steps, args.seed)
     report["blocks_ops_s"], report["tree_ops_s"] = blocks_ops_s(), tree_ops_s()
     reason = NO_GPU if not torch.cuda.is_available() else "left out by --device cpu"
+    report["engram"] = engram_rows(args, torch.device(device))
     report["idle"] = rows = idle_rows(args) if device != "cpu" else []
     report["idle_reason"] = None if rows else reason
     report["idle_fraction"] = max((r["idle_fraction"] for r in rows if r["overlap"]), default=None)
@@ -163,6 +168,89 @@ def tree_ops_s() -> float:
     return rate(work)
 
 
+# ---- n-gram tables ---------------------------------------------------------------------------------------
+
+
+def engram_rows(args: Any, device: torch.device) -> list[dict[str, Any]]:
+    """A row for every placement of the model's tables, or of random ones of the sizes that were asked for."""
+    config = checkpoint.configuration(args.model)
+    if not config.engram_layer_ids:
+        return []
+    wanted = [grown(config, gigabytes) for gigabytes in args.engram_gb] or [None]
+    return [engram_row(args, device, name, large) for large in wanted for name in PLACED]
+
+
+def grown(config: ModelConfig, gigabytes: float) -> ModelConfig:
+    """The same model with n-gram tables of so many 1e9 bytes."""
+    rows = gigabytes * 1e9 / (config.engram_head_dim * 33 / 32) / len(config.engram_layer_ids)
+    each = int(rows / (config.engram_max_ngram_size - 1) / config.engram_n_heads)
+    primes = replace(config, engram_vocab_size=each, raw={}).engram_primes
+    return config.replace(engram_vocab_size=each,
+                          engram_num_embeddings=tuple(sum(map(sum, sizes)) for sizes in primes))
+
+
+def engram_row(args: Any, device: torch.device, name: str, large: ModelConfig | None) -> dict[str, Any]:
+    """Bytes and waits of one placement while 8 requests decode; or why it cannot be had here."""
+    config = large or checkpoint.configuration(args.model)
+    row = {"placement": name, "table_bytes": engram.table_bytes(config)}
+    say(f"{args.model}: n-gram tables of {row['table_bytes'] / 1e9:.3g} GB, {name}")
+    files = large is None and not checkpoint.is_drawn(args.model)
+    try:
+        placement = engram.choose(config, device, name, files=files)
+    except (engram.EngramError, engram.DoesNotFit) as error:
+        return row | {"reason": str(error)}
+    how = dict(device=device, numerics=args.numerics, seed=args.seed, tables=placement)
+    model = checkpoint.load(args.model, **how) if large is None else checkpoint.random(large, **how)
+    with LLM(model, max_num_seqs=8, max_model_len=1024, speculate="off") as llm:
+        llm.engine.runner.engram = llm.engram = placement.serve(model)
+        step_ms, wait_us = waited(llm, args.seed, steps=max(1, args.steps // 20))
+        report = placement.report() | {"step_ms": step_ms, "wait_us": wait_us}
+        return row | report | {"rows_per_s": rows_per_s(llm)}
+
+
+def waited(llm: LLM, seed: int, steps: int, requests: int = 8) -> tuple[float, dict[int, float]]:
+    """(milliseconds of a decode step, microseconds that each Engram layer waited in it)."""
+    decode(llm, requests, seed, prompt=64)
+    before, begin = llm.engram.report()["wait_us"], time.perf_counter()
+    for _ in range(steps):
+        llm.step()
+    if llm.device.type == "cuda":
+        torch.cuda.synchronize()
+    step_ms, after = 1e3 * (time.perf_counter() - begin) / steps, llm.engram.report()["wait_us"]
+    return step_ms, {layer: (us - before.get(layer, 0)) / steps for layer, us in after.items()}
+
+
+def rows_per_s(llm: LLM, tokens: int = 4096) -> float:
+    """Rows of tables per second when the n-grams of so many tokens are looked up, all layers of them."""
+    config, device = llm.config, llm.device
+    grams = torch.randint(config.engram_compressed_vocab_size, (tokens, config.engram_max_ngram_size))
+    grams, layers = grams.to(device), llm.engram.layers
+
+    @torch.inference_mode()
+    def work() -> int:
+        found = llm.engram.fetch(grams)
+        for layer, each in layers.items():
+            found.rows(layer) if found is not None else each.embed(each.rows(grams))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return tokens * sum(each.prime.numel() for each in layers.values())
+
+    work()
+    return rate(work)
+
+
+def decode(llm: LLM, requests: int, seed: int, prompt: int) -> list:
+    """Handles of so many requests with random prompts, some decode steps after all of them began."""
+    rng, ids = random.Random(seed), range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
+    params = SamplingParams(temperature=0.0, max_tokens=512, ignore_eos=True)
+    handles = [llm.submit(rng.choices(ids, k=prompt), params, start=False) for _ in range(requests)]
+    while llm.stats()["running"] < requests or llm.engine.trace()[-1].kind != "decode":
+        llm.step()
+    for _ in range(10):
+        llm.step()
+    return handles
+
+
 # ---- the GPU between two steps ---------------------------------------------------------------------------
 
 
@@ -180,13 +268,7 @@ def idle_rows(args: Any) -> list[dict[str, Any]]:
 
 def idle_of(llm: LLM, requests: int, seed: int, steps: int = 30) -> dict[str, Any]:
     """`idle_fraction` and `step_ms` of so many decode steps, after some that warm up."""
-    rng, ids = random.Random(seed), range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
-    params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
-    handles = [llm.submit(rng.choices(ids, k=256), params, start=False) for _ in range(requests)]
-    while llm.stats()["running"] < requests or llm.engine.trace()[-1].kind != "decode":
-        llm.step()
-    for _ in range(10):
-        llm.step()
+    handles = decode(llm, requests, seed, prompt=256)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         begin = time.perf_counter()
@@ -222,6 +304,14 @@ def show(report: dict[str, Any]) -> None:
     table.add_row("its 99th percentile", f"{found['p99_us']:.0f} us")
     table.add_row("blocks", f"{report['blocks_ops_s'] / 1e6:.2f} M operations/s")
     table.add_row("prefix tree", f"{report['tree_ops_s'] / 1e6:.2f} M operations/s")
+    for row in report["engram"]:
+        name = f"n-gram tables, {row['table_bytes'] / 1e9:.3g} GB, {row['placement']}"
+        if "reason" in row:
+            table.add_row(name, row["reason"])
+            continue
+        waited, rows = sum(row["wait_us"].values()), f"{row['rows_per_s'] / 1e6:.2f} M rows/s"
+        resident = f"{row['resident_bytes'] / 1e9:.3g} GB resident"
+        table.add_row(name, f"{rows}; waited {waited:.0f} us of {row['step_ms']:.2f} ms a step; {resident}")
     for row in report["idle"]:
         how = "with" if row["overlap"] else "without"
         name = f"{row['requests']} requests {how} overlap"

@@ -7,24 +7,40 @@ import torch
 
 from dskit import cli
 from dskit.bench import engine
+from dskit.config import preset
+from dskit.engine import engram
 
 
 def test_the_document_has_the_keys_that_others_read(capsys):
-    assert cli.main(["bench", "engine", "--json", "--running", "8", "--steps", "30", "--device", "cpu"]) == 0
+    flags = ["--json", "--running", "8", "--steps", "30", "--device", "cpu"]
+    assert cli.main(["bench", "engine", "tiny", *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     scheduler = found["scheduler"]
     assert scheduler["running"] == 8 and scheduler["steps"] == 30
     assert 0 < scheduler["plan_median_us"] < scheduler["median_us"] <= scheduler["p99_us"]
     assert found["blocks_ops_s"] > 1000 and found["tree_ops_s"] > 1000
     assert found["idle_fraction"] is None and found["idle"] == []
+    tables = {row["placement"]: row for row in found["engram"]}
+    assert list(tables) == ["device", "host", "mmap"] and "in no file" in tables.pop("mmap")["reason"]
+    assert all(row["rows_per_s"] > 1000 and row["step_ms"] > 0 for row in tables.values())
+    assert len({(row["table_bytes"], row["resident_bytes"]) for row in tables.values()}) == 1
+    assert set(tables["host"]["wait_us"]) == {"1", "3"} and tables["device"]["wait_us"] == {}
     here = "left out by --device cpu" if torch.cuda.is_available() else "no NVIDIA GPU here"
     assert found["idle_reason"] == here and "no model runs" in found["env"]["interval"]
 
 
 def test_the_table_says_what_was_not_measured(capsys):
-    assert cli.main(["bench", "engine", "--running", "2", "--steps", "10", "--device", "cpu"]) == 0
+    flags = ["--running", "2", "--steps", "10", "--device", "cpu"]
+    assert cli.main(["bench", "engine", "v4-flash", *flags]) == 0  # which has no n-gram tables
     printed = capsys.readouterr().out
     assert "scheduler, 2 running, median" in printed and "GPU idle time: not measured" in printed
+
+
+def test_tables_grow_to_the_size_asked_for():
+    config = preset("slice")
+    grown = engine.grown(config, 8)
+    assert engram.table_bytes(grown) == pytest.approx(8e9, rel=0.01)
+    assert grown.engram_layer_ids == config.engram_layer_ids
 
 
 def test_so_many_requests_run_at_any_time():
