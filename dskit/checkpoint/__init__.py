@@ -9,7 +9,8 @@ Everything here is a stream of weights (what it is, its stored tensor, its scale
     write_random = draw -> write                            convert = Folder -> write
 
 One weight is in flight at a time, so nothing is ever held twice. Read in this order: spec (which tensors
-there are), files (reading and checks), names (other spellings), place (into and out of a model), draw, write.
+there are), files (reading and checks), names (other spellings), place (into and out of a model), draw, write;
+standalone reads drafts that come alone.
 
 Errors: CheckpointError names file, tensor, what was found and what was expected; ConfigError the field.
 Source: model.md sections 2.5 and 4, appendix B.
@@ -31,14 +32,15 @@ from dskit.checkpoint import draw, place
 from dskit.checkpoint.files import CheckpointError, Folder
 from dskit.checkpoint.place import Tables
 from dskit.checkpoint.spec import NBYTES, Held, layout, spec, stored_form
+from dskit.checkpoint.standalone import Standalone, is_standalone
 from dskit.checkpoint.write import SHARD_SIZE, Report, convert, write
 from dskit.config import PRESETS, PRESETS_DIR, ModelConfig, preset
 from dskit.layers.engram import folding
 from dskit.layers.linear import Numerics
 from dskit.model import Model
 
-__all__ = ["CheckpointError", "Report", "Tables", "configuration", "convert", "default_device", "is_drawn",
-           "load", "locate", "random", "save", "spec", "write_random"]
+__all__ = ["CheckpointError", "Report", "Standalone", "Tables", "configuration", "convert", "default_device",
+           "is_drawn", "load", "locate", "random", "save", "spec", "write_random"]
 
 Device = str | torch.device
 
@@ -105,7 +107,9 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.json", "*.safetenso
                                   file=PRESETS_DIR / name, found="no *.safetensors", expected="two shards")
         return PRESETS_DIR / name
     if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
+        if is_standalone(folder := Path(name).expanduser()):
+            Standalone(folder).refuse()
+        return folder
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return _download(name, patterns)
     presets = ", ".join(PRESETS)

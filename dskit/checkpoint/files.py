@@ -59,28 +59,13 @@ class Place(NamedTuple):
     part: Part
 
 
-class Folder:
-    """An opened checkpoint folder; `config` is the one that its tensors fit.
-
-    places: released name -> Place. unused: stored names without use for text. unmapped, missing: what does
-    not fit the layout (`check` raises for them).
-    """
+class Shards:
+    """The stored tensors of a folder: `files` says in which shard each of them is."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config = ModelConfig.from_folder(self.path)
         self.files = self._index()
         self._shards = {file: self._open(file) for file in sorted(set(self.files.values()))}
-        self._held = {file: frozenset(shard.keys()) for file, shard in self._shards.items()}
-        self.places: dict[str, Place] = {}
-        self.unused: list[str] = []
-        self._expected = spec(self.config)
-        self._find_names()
-        self._trust_draft_stages()
-        self.missing = [name for name in self._expected if name not in self.places]
-        self.unmapped = [place.stored for name, place in self.places.items() if name not in self._expected]
-
-    # ---- finding -------------------------------------------------------------------------------------------
 
     def _index(self) -> dict[str, str]:
         """Stored name -> shard, from the index, or from the only shard where there is no index."""
@@ -116,6 +101,28 @@ class Folder:
             raise CheckpointError(f"the shard is damaged or cut short ({error})", file=file,
                                   found=f"{file.stat().st_size} bytes",
                                   expected=f"{needed} bytes" if needed else "a safetensors file") from None
+
+
+class Folder(Shards):
+    """An opened checkpoint folder; `config` is the one that its tensors fit.
+
+    places: released name -> Place. unused: stored names without use for text. unmapped, missing: what does
+    not fit the layout (`check` raises for them).
+    """
+
+    def __init__(self, path: str | Path):
+        self.config = ModelConfig.from_folder(path)
+        super().__init__(path)
+        self._held = {file: frozenset(shard.keys()) for file, shard in self._shards.items()}
+        self.places: dict[str, Place] = {}
+        self.unused: list[str] = []
+        self._expected = spec(self.config)
+        self._find_names()
+        self._trust_draft_stages()
+        self.missing = [name for name in self._expected if name not in self.places]
+        self.unmapped = [place.stored for name, place in self.places.items() if name not in self._expected]
+
+    # ---- finding -------------------------------------------------------------------------------------------
 
     def _find_names(self) -> None:
         for stored, file in self.files.items():
