@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jupytext
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -74,3 +76,36 @@ def test_runs_top_to_bottom_and_the_solutions_solve_it(name, tmp_path):
     shown = [html_of(cell) for cell in notebook.cells[:length] if cell.cell_type == "code"]
     assert sum("<img " in page for page in shown) >= 3, "picture, panel and the panel's picture"
     assert all('alt="' in page for page in shown if "<img " in page)
+
+
+OFFLINE = """
+import socket
+real = socket.socket.connect, socket.getaddrinfo
+def connect(self, address):
+    assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1"), f"network used: {address}"
+    return real[0](self, address)
+def look_up(host, *args, **kwargs):
+    assert host in (None, "", "localhost", "127.0.0.1", "0.0.0.0", "::1"), f"network used: {host}"
+    return real[1](host, *args, **kwargs)
+socket.socket.connect, socket.getaddrinfo = connect, look_up
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_twice_in_one_kernel_without_a_network_and_becomes_a_page(name, tmp_path, capsys):
+    """Run all, and run all again; the page that nbconvert writes has the static figures and their words."""
+    notebook, again = read(name), read(name)
+    length = len(notebook.cells)
+    notebook.cells = [*notebook.cells, nbformat.v4.new_code_cell("llm.close()"), *again.cells]
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(OFFLINE))
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    client = NotebookClient(notebook, timeout=2 * SECONDS, resources={"metadata": {"path": str(tmp_path)}})
+    start = time.perf_counter()
+    client.execute(env=environment)
+    with capsys.disabled():
+        print(f"\n{name}: {time.perf_counter() - start:.1f} s for both runs")
+    notebook.cells = notebook.cells[: length + 1]
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    pictures = re.findall(r"<img [^>]*>", page)
+    assert len(pictures) >= 3 and all(re.search('alt="[^"]{40}', picture) for picture in pictures)
