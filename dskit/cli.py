@@ -66,15 +66,12 @@ def bench(argv: list[str]) -> int:
     """Measure speed: of the model, of every kernel, and what changed between two runs."""
     name = next(iter(argv), "")
     if name in ("", "-h", "--help"):
-        rows = [f"  {bench:<9} {run.__doc__.splitlines()[0]}" for bench, run in BENCHES.items()]
+        rows = [f"  {bench:<10} {run.__doc__.splitlines()[0]}" for bench, run in BENCHES.items()]
         print("\n".join([f"usage: dskit bench {{{','.join(BENCHES)}}} [-h] [OPTIONS]", "", *rows]))
         return 0 if name else USAGE
     if name not in BENCHES:
-        later = (
-            f"{', '.join(LATER_BENCHES)} come in a later version" if name in LATER_BENCHES else "unknown name"
-        )
         raise CliError(
-            f"dskit bench {name} is not available in this version", later, "dskit bench latency demo"
+            f"there is no dskit bench {name}", f"there are {', '.join(BENCHES)}", "dskit bench latency demo"
         )
     return BENCHES[name](argv[1:])
 
@@ -88,6 +85,61 @@ def bench_latency(argv: list[str]) -> int:
     from dskit.bench import latency
 
     return latency.main(args, shlex.join(["dskit", "bench", "latency", *argv]))
+
+
+def bench_throughput(argv: list[str]) -> int:
+    """Tokens per second of many prompts at once."""
+    from dskit.flags import ThroughputArgs
+
+    args = parse(ThroughputArgs, "bench throughput", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import steps
+
+    return steps.main(args, shlex.join(["dskit", "bench", "throughput", *argv]))
+
+
+def bench_prefill(argv: list[str]) -> int:
+    """New tokens per second behind a cached beginning, by requests at a time."""
+    from dskit.flags import PrefillArgs
+
+    args = parse(PrefillArgs, "bench prefill", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import steps
+
+    return steps.main(args, shlex.join(["dskit", "bench", "prefill", *argv]))
+
+
+def bench_decode(argv: list[str]) -> int:
+    """Time of a step while so many requests decode."""
+    from dskit.flags import DecodeArgs
+
+    args = parse(DecodeArgs, "bench decode", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import steps
+
+    return steps.main(args, shlex.join(["dskit", "bench", "decode", *argv]))
+
+
+def bench_serve(argv: list[str]) -> int:
+    """What clients of a server see, at a rate or so many at a time."""
+    from dskit.flags import ServingArgs
+
+    args = parse(ServingArgs, "bench serve", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import serving
+
+    return serving.main(args, shlex.join(["dskit", "bench", "serve", *argv]))
+
+
+def bench_startup(argv: list[str]) -> int:
+    """Seconds until a new process has written its first token."""
+    from dskit.flags import StartupArgs
+
+    args = parse(StartupArgs, "bench startup", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import steps
+
+    return steps.main(args, shlex.join(["dskit", "bench", "startup", *argv]))
 
 
 def bench_kernels(argv: list[str]) -> int:
@@ -214,13 +266,17 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 BENCHES: dict[str, Callable[[list[str]], int]] = {
     "latency": bench_latency,
+    "throughput": bench_throughput,
+    "prefill": bench_prefill,
+    "decode": bench_decode,
+    "serve": bench_serve,
+    "startup": bench_startup,
     "kernels": bench_kernels,
     "tune": bench_tune,
     "engine": bench_engine,
     "spec": bench_spec,
     "compare": bench_compare,
 }
-LATER_BENCHES = ("throughput", "prefill", "decode", "serve", "startup")
 
 
 # ---- flags of other engines ----------------------------------------------------------------------

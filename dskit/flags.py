@@ -202,6 +202,98 @@ class EngineArgs(ModelArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThroughputArgs(ModelArgs):
+    """Time prompts that are all there at once: tokens per second."""
+
+    num_prompts: Annotated[int, arg(metavar="N")] = 32
+    """Prompts."""
+    input_len: Annotated[int, arg(metavar="N")] = 200
+    """Tokens of each, random words."""
+    output_len: Annotated[int, arg(metavar="N")] = 64
+    """Tokens generated for each."""
+    repeats: Annotated[int, arg(metavar="N")] = 3
+    """Runs; the median is shown, with the spread."""
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillArgs(ModelArgs):
+    """Time new tokens behind a cached beginning, at several numbers of requests."""
+
+    cached_len: Annotated[int, arg(metavar="N")] = 1024
+    """Tokens that all requests share; they are in the prefix cache."""
+    new_len: Annotated[int, arg(metavar="N")] = 32
+    """Tokens that each request adds."""
+    requests: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 2, 4, 8, 16)
+    """Requests at a time."""
+    repeats: Annotated[int, arg(metavar="N")] = 3
+    """Batches that are timed, after one; the median is shown."""
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeArgs(ModelArgs):
+    """Time the steps in which so many requests decode."""
+
+    context_len: Annotated[int, arg(metavar="N")] = 1024
+    """Tokens before the first decoded one."""
+    requests: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 2, 4, 8)
+    """Requests at a time."""
+    steps: Annotated[int, arg(metavar="N")] = 50
+    """Steps that are timed, after ten."""
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupArgs(ModelArgs):
+    """Time a new process until its first token: import, load, generate."""
+
+    repeats: Annotated[int, arg(metavar="N")] = 3
+    """Processes; the median is shown, with the spread."""
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingArgs(ModelArgs):
+    """Time what clients of a server see: time to first token, per token, to the end."""
+
+    url: Text = None
+    """API to ask, for example http://127.0.0.1:8000/v1; by default a server is started for it."""
+    num_prompts: Annotated[int, arg(metavar="N")] = 32
+    """Requests of each run."""
+    request_rate: Annotated[float | None, arg(metavar="FLOAT")] = None
+    """Requests per second, at random times; by default all come at once."""
+    max_concurrency: Count = None
+    """Most requests at a time; by default all of them."""
+    prefix_len: Annotated[int, arg(metavar="N")] = 128
+    """Tokens that all prompts begin with."""
+    input_len: Annotated[int, arg(metavar="N")] = 128
+    """Tokens that each prompt adds, random words."""
+    output_len: Annotated[int, arg(metavar="N")] = 64
+    """Tokens generated for each."""
+    goodput: Annotated[tuple[str, ...], arg(metavar="NAME:MS")] = ()
+    """Limits that a good request keeps, for example ttft:500 tpot:50."""
+    repeats: Annotated[int, arg(metavar="N")] = 3
+    """Runs, after one to warm up; the median is shown."""
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompareArgs:
     """Tell which kernels became faster or slower between two files of records."""
 

@@ -318,6 +318,8 @@ class Scheduler:
         if self.cfg.speculate == "scheduled" and self.cfg.step_cost:
             lengths = self._schedule(rows)
         for chunk, proposal, length in zip(rows, proposals, lengths, strict=True):
+            if not length:
+                continue
             seq = chunk.seq
             length = min(length, seq.limit - len(seq.tokens) - 1)  # the last token is never a draft
             while len(seq.blocks) * self.cfg.block_size < chunk.stop + length and self._grow(seq):

@@ -63,10 +63,9 @@ def test_an_unknown_command_is_answered_with_those_there_are(capsys):
     assert_error(code, err, 2, "'serv'", "serve, chat")
 
 
-@pytest.mark.parametrize("argv", [("bench", "decode"), ("bench", "nothing")])
-def test_what_is_not_in_this_version_says_so(argv, capsys):
-    code, _, err = said(capsys, *argv)
-    assert_error(code, err, 2, "not available in this version")
+def test_an_unknown_bench_is_answered_with_those_there_are(capsys):
+    code, _, err = said(capsys, "bench", "nothing")
+    assert_error(code, err, 2, "no dskit bench nothing", "throughput, prefill, decode")
 
 
 @pytest.mark.parametrize("flag", sorted(cli.ABSENT))

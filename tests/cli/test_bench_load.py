@@ -1,0 +1,81 @@
+"""`dskit bench throughput, prefill, decode, startup, serve`: their documents, on the tiny model."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from dskit import cli
+from dskit.bench import serving
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "profiles" / "schema.json").read_text())
+
+
+def run(capsys, tmp_path, name, *argv) -> dict:
+    words = ["bench", name, "tiny", "--device", "cpu", "--json", "--result-dir", str(tmp_path), *argv]
+    assert cli.main(words) == 0
+    header = json.loads((next(tmp_path.iterdir()) / "run.json").read_text())
+    jsonschema.validate(header, SCHEMA)
+    found = json.loads(capsys.readouterr().out)
+    assert header["interval"] == found["env"]["interval"] and found["bench"] == name
+    return found["rows"]
+
+
+def test_throughput(capsys, tmp_path):
+    argv = ("--num-prompts", "3", "--input-len", "9", "--output-len", "4", "--repeats", "1")
+    (row,) = run(capsys, tmp_path, "throughput", *argv)
+    assert row["output_tok_s"] == pytest.approx(12 / row["seconds"])
+    assert row["total_tok_s"] == pytest.approx(39 / row["seconds"])
+
+
+def test_prefill_computes_what_is_new(capsys, tmp_path):
+    argv = ("--cached-len", "64", "--new-len", "5", "--requests", "1", "3", "--repeats", "1")
+    rows = run(capsys, tmp_path, "prefill", *argv)
+    assert [row["requests"] for row in rows] == [1, 3]
+    for row in rows:
+        assert row["cached_tokens"] == 64
+        assert row["new_tok_s"] == pytest.approx(row["computed_tok_s"])
+
+
+def test_decode_times_its_steps(capsys, tmp_path):
+    rows = run(capsys, tmp_path, "decode", "--context-len", "20", "--requests", "2", "--steps", "5")
+    assert rows[0]["step_p99_ms"] >= rows[0]["step_ms"] > 0 and rows[0]["accepted_per_step"] is not None
+    assert rows[0]["output_tok_s"] * rows[0]["step_ms"] / 1e3 >= 2  # each request, each step, one at least
+
+
+def test_a_context_that_is_too_short_is_refused(capsys):
+    assert cli.main(["bench", "decode", "tiny", "--context-len", "2000"]) == 1
+    assert "tiny holds 1024 tokens" in capsys.readouterr().err
+
+
+def test_serve_against_a_running_server(capsys, tmp_path, tiny):
+    from dskit import serve
+
+    with serve.start(tiny, port=0, ui=False) as server:
+        argv = ("--url", f"{server.url}/v1", "--num-prompts", "3", "--prefix-len", "32", "--input-len", "4",
+                "--output-len", "3", "--repeats", "1", "--max-concurrency", "2", "--request-rate", "50",
+                "--goodput", "ttft:60000")  # fmt: skip
+        (row,) = run(capsys, tmp_path, "serve", *argv)
+    assert row["requests"] == 3 and 0 < row["hit_ratio"] < 1
+    assert row["goodput"] == pytest.approx(row["requests_per_s"])
+    assert row["ttft_p50_ms"] <= row["ttft_p99_ms"] <= row["e2el_p99_ms"]
+
+
+def test_percentiles_and_goodput():
+    answers = [serving.Answer(0.0, [0.1 * i, 0.1 * i + 0.2], {"prompt_tokens": 4, "completion_tokens": 3})
+               for i in range(1, 5)]  # fmt: skip
+    args = type("Args", (), {"goodput": ("ttft:250", "tpot:101")})
+    row = serving._row(args, answers, 2.0)
+    assert row["goodput"] == 1.0 and row["ttft_mean_ms"] == pytest.approx(250)
+    assert row["itl_p50_ms"] == pytest.approx(200) and row["output_tok_s"] == 6
+
+
+@pytest.mark.slow
+def test_startup_and_a_server_of_its_own(capsys, tmp_path):
+    (row,) = run(capsys, tmp_path / "a", "startup", "--repeats", "1")
+    assert row["import_s"] + row["load_s"] + row["first_token_s"] < row["total_s"]
+    argv = ("--num-prompts", "2", "--prefix-len", "8", "--input-len", "4", "--output-len", "3",
+            "--repeats", "1")  # fmt: skip
+    (row,) = run(capsys, tmp_path / "b", "serve", *argv)
+    assert row["requests"] == 2
