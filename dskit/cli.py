@@ -302,7 +302,7 @@ ABSENT = {  # flags of vLLM and SGLang that dskit does not have, and why
     "--kv-cache-dtype": "caches have the release's formats; --numerics exact keeps them in float32",
     "--quantization": "the checkpoint's own quantisation is used",
     "--disable-radix-cache": "here it is called --no-enable-prefix-caching",
-    "--speculative-config": "this version does not draft",
+    "--speculative-config": "a draft is part of its checkpoint; --speculate and --accept say how it is used",
     "--enable-lora": "adapters are not loaded",
     "--chat-template": "prompts are rendered by deepseek-recipe, which needs no template",
     "--reasoning-parser": "thinking is always split off, by deepseek-recipe",

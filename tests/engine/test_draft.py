@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from dskit import LLM, checkpoint
 from dskit.chat import Tokenizer, render
 from dskit.config import preset
-from dskit.engine import pools
+from dskit.engine import pools, spec
 from dskit.engine.config import EngineConfig, EngineConfigError
 from dskit.engine.draft import Drafter
 from dskit.engine.runner import Work
@@ -423,6 +424,27 @@ def test_a_rewound_state_is_that_of_never_having_drafted(model, hold, length):
                                rtol=1e-4, atol=1e-4)
     again = fresh.propose([1], [at + 1], [77], lambda l: l.argmax(-1))
     torch.testing.assert_close(ring[1], again[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_measured_is_found_beside_the_checkpoint_and_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(spec.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    folder = checkpoint.write_random(preset("tiny"), tmp_path / "model")
+    read = {"device": "cpu", "numerics": "exact"}
+    with LLM(folder, **read) as plain:
+        assert plain.engine.cfg.step_cost is None and plain.engine.cfg.draft_temperatures is None
+    cost = StepCost((1, 4), (1.0, 1.5), (1, 2), (0.5, 0.75))
+    cost.save(spec.cost_file(str(folder), "cpu"))
+    told = spec.Calibration((1.5, 2.0, 1.0, 0.5), "here", 9, (0.0,) * 4, (0.0,) * 4)
+    told.save(folder / spec.CALIBRATION)
+    with LLM(folder, **read) as measured:
+        assert measured.engine.cfg.step_cost == cost
+        assert measured.engine.cfg.draft_temperatures == told.temperatures
+    with LLM(folder, step_cost=COSTS["flat"], draft_temperatures=(1.0,) * 4, **read) as given:
+        assert given.engine.cfg.step_cost == COSTS["flat"]
+        assert given.engine.cfg.draft_temperatures == (1.0,) * 4
+    replace(told, temperatures=(1.0,) * 5).save(folder / spec.CALIBRATION)
+    with pytest.raises(ValueError, match="holds 5 temperatures, the block has 4"):
+        LLM(folder, **read)
 
 
 def test_settings_that_no_draft_can_serve():

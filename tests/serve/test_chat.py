@@ -61,6 +61,16 @@ def test_usage_counts_what_was_read_and_written(client, scripted):
     assert usage.completion_tokens_details.reasoning_tokens == len("A word about ships.")
 
 
+def test_usage_counts_what_a_draft_guessed(tiny_server, tiny):
+    with client_of(tiny_server) as client:
+        usage = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}],
+                                               max_tokens=12, temperature=0).usage
+    details = usage.completion_tokens_details
+    guesses = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+    assert guesses >= sum(r.judged for r in tiny.engine.rounds()[-2:]) > 0
+    assert 0 <= details.accepted_prediction_tokens < usage.completion_tokens
+
+
 def test_a_stream_adds_up_to_the_whole(client):
     whole = ask(client, "What is a harbour?")
     stream = gather(ask(client, "What is a harbour?", stream=True, stream_options={"include_usage": True}))
