@@ -41,6 +41,7 @@ class KernelSwap(Board):
         self._chosen: list[dict[str, str]] = [{}]  # the panel's words after each click
         self._use: ops.use | None = None
         self._refused: dict[str, str] = {}
+        self._showing = False
         self._measured: dict[tuple[str, str], tuple[float | None, str]] = {}
         self.toggles = {group: self._toggle(group) for group in self.groups}
         self.cells = {group: ipywidgets.HTML() for group in self.groups}
@@ -88,22 +89,25 @@ class KernelSwap(Board):
         """Measure what is new, and show every line as the registry has it now."""
         selected = self._selected()
         rows = [self._row(group, selected[group]) for group in self.groups]
+        self._showing = True
         for row in rows:
-            toggle = self.toggles[row["group"]]
-            toggle.unobserve_all("value")
-            toggle.value = row["choice"] if row["choice"] in self.choices else None
-            toggle.observe(partial(self._clicked, row["group"]), "value")
+            self.toggles[row["group"]].value = row["choice"] if row["choice"] in self.choices else None
             self.cells[row["group"]].value = _cells(row)
+        self._showing = False
         self.present(rows)
 
     # ---- inside --------------------------------------------------------------------------------------------
 
     def _toggle(self, group: str) -> ipywidgets.ToggleButtons:
         tips = [f"dskit.use({group}={choice!r})" for choice in self.choices]
-        return ipywidgets.ToggleButtons(options=self.choices, description=group, tooltips=tips, value=None,
-                                        style={"button_width": "4.5em"})
+        toggle = ipywidgets.ToggleButtons(options=self.choices, description=group, tooltips=tips, value=None,
+                                          style={"button_width": "4.5em"})
+        toggle.observe(partial(self._clicked, group), "value")
+        return toggle
 
     def _clicked(self, group: str, change: dict[str, Any]) -> None:
+        if self._showing:  # no click: the line is shown as the registry has it
+            return
         self.say(f"{group}: measuring {change['new']} ...")
         self.choose(group, change["new"])
 

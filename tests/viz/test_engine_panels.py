@@ -49,6 +49,7 @@ def test_a_click_is_a_use_and_reset_gives_back_what_was_there(swap):
     swap.toggles["rope"].value = "auto"
     swap.undo()
     assert swap.code == "dskit.use(norm='auto')" and swap.toggles["rope"].value == before["rope.rotate"]
+    assert swap.toggles["rope"].index == swap.choices.index(before["rope.rotate"]), "the button is pressed"
     swap.reset()
     assert ops.selection() == before and swap.code.startswith("# as it was")
 
