@@ -150,6 +150,8 @@ LARGE = Recipe(steps=600, warmup=60, shapes=((1024, 32, 1),), disable=("rounding
 class Ablation(Trainer):
     """The trainer of one variant. On a CPU it computes in float32, which is faster there than bfloat16."""
 
+    quiet = True  # the study says which run it is at
+
     def __init__(self, name: str, config: ModelConfig, tokenizer: chat.Tokenizer, recipe: Recipe, out: Path,
                  device: str = "cpu", workers: int = 0):
         self.name, self.variant = name, VARIANTS[name]
@@ -167,16 +169,15 @@ class Ablation(Trainer):
         self.variant.edit(model)
         return model
 
-    def save_model(self) -> Path:
-        """A study keeps figures, not weights."""
-        return self.out
+    def finish(self) -> None:
+        """A study keeps figures and draws all runs together: no checkpoint, no plot of this one alone."""
 
     def held_out(self) -> dict[str, dict[str, float]]:
         """Loss and share of answer tokens right, by trained skill, on conversations never trained on."""
         seq_len, rows, _ = self.recipe.shapes[-1]
         found = {}
         for skill in [skill for skill in SKILLS if skill in (self.recipe.mix or SKILLS)]:
-            batch = data.batch(self.tokenizer, 0, 0, seq_len, max(2, rows), {skill: 1.0}, split="eval")
+            batch = data.batch(self.tokenizer, 0, 0, seq_len, rows, {skill: 1.0}, split="eval")
             ids, start, said = (torch.from_numpy(a).to(self.device)
                                 for a in (batch.ids, batch.doc_start, batch.loss))
             with torch.no_grad():
@@ -337,10 +338,10 @@ def differs(row: dict[str, Any]) -> bool | None:
 
 def finding(row: dict[str, Any]) -> str:
     """What a row of the summary supports, in one sentence."""
-    what, steps = row["what"].capitalize(), f"{row['seeds']} seed{'s' * (row['seeds'] > 1)}"
+    what, seeds = row["what"][0].upper() + row["what"][1:], f"{row['seeds']} seed{'s' * (row['seeds'] > 1)}"
     if row["worse_se"] is None:
-        return f"{what}: loss {row['worse']:+.3f}, {steps}, so nothing can be said."
-    figures = f"{row['worse']:+.3f} (standard error {row['worse_se']:.3f}, {steps})"
+        return f"{what}: loss {row['worse']:+.3f}, {seeds}, so nothing can be said."
+    figures = f"{row['worse']:+.3f} (standard error {row['worse_se']:.3f}, {seeds})"
     if not differs(row):
         return f"{what}: no difference in loss that these runs can show, {figures}."
     return f"{what}: the loss is {'higher' if row['worse'] > 0 else 'lower'}, {figures}."

@@ -99,9 +99,10 @@ def _reading(config: ModelConfig) -> tuple[int, ...]:
 
 
 class Trainer:
-    """One run: model, optimisers, data, logs; `figures` are what it logs besides."""
+    """One run: model, optimisers, data, logs; `figures` are what it logs besides, `quiet` shows no bar."""
 
     figures: tuple[str, ...] = ()
+    quiet = False
 
     def __init__(self, config: ModelConfig, tokenizer: chat.Tokenizer, recipe: Recipe, out: Path, device: str,
                  workers: int = 0):
@@ -303,16 +304,20 @@ class Trainer:
         """Train to the last step or for so many minutes; saves the state. True when the run is complete."""
         self.out.mkdir(parents=True, exist_ok=True)
         began, writer = time.perf_counter(), _writer(tensorboard)
-        with Log(self.out / "log.csv", self.step, self.recipe, writer, self.figures) as log:
+        with Log(self.out / "log.csv", self.step, self.recipe, writer, self.figures, self.quiet) as log:
             for batch in self.batches():
                 if self.step >= self.recipe.steps or time.perf_counter() - began > 60 * minutes:
                     break
                 log.add(self.step, batch.ids.size, self.update(batch))
         self.save_state()
         if self.step >= self.recipe.steps:
-            self.save_model()
-            plot(self.out / "log.csv", self.out / "loss.png")
+            self.finish()
         return self.step >= self.recipe.steps
+
+    def finish(self) -> None:
+        """Write what a complete run leaves: the checkpoint and the plot."""
+        self.save_model()
+        plot(self.out / "log.csv", self.out / "loss.png")
 
     def save_state(self) -> None:
         """Write OUT/state.pt, from which `resume` goes on."""
@@ -430,12 +435,13 @@ class Log:
 
     COLUMNS = ("step", "loss", "accuracy", "index_kl", "load", "grad_norm", "tokens_per_s", "seconds")
 
-    def __init__(self, path: Path, step: int, recipe: Recipe, writer, figures: tuple[str, ...] = ()):
+    def __init__(self, path: Path, step: int, recipe: Recipe, writer, figures: tuple[str, ...] = (),
+                 quiet: bool = False):
         from rich.progress import Progress, TextColumn
 
         self.path, self.writer, self.held, self.tokens = path, writer, [], 0
         self.every = max(1, min(20, recipe.steps // 100))
-        self.bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
+        self.bar = Progress(*Progress.get_default_columns(), TextColumn("{task.fields[note]}"), disable=quiet)
         self.columns = (*self.COLUMNS, *(f"accuracy_{seq_len}" for seq_len, *_ in recipe.shapes), *figures)
         self.task = self.bar.add_task("train", total=recipe.steps, completed=step, note="")
 
