@@ -88,7 +88,7 @@ board
 board.figure()
 
 # %% [markdown]
-# So few tokens cannot be even: a layer has 16 experts, and a short text makes little more choices than that.
+# So few tokens cannot be even: a layer has 16 experts, and a short text makes about as many choices.
 # Here are all four texts together.
 
 # %%
@@ -371,6 +371,6 @@ check_05_3()
 # ## What to read next
 #
 # - [06_kernel_swap_and_profile](06_kernel_swap_and_profile.ipynb): a kernel from an empty cell, and what a
-#   swap does to a step.
+# swap does to a step.
 # - `dskit/kernels/moe.py` and `dskit/kernels/experts.py`: the kernels of these ops.
 # - `dskit/testing/moe.py`: the case tables that `check` reads.

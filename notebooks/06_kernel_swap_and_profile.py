@@ -29,9 +29,9 @@ dskit.notebook(seed=0)
 # ## The picture
 #
 # One decode step of the demo (a step that adds a token), op by op: before and after a swap of `norm.rms`, the
-# op that brings a vector to length one and scales its channels. On a GPU the swap is to the Triton kernel. A
-# CPU can only *interpret* Triton kernels, which checks them and says nothing about speed, so there we swap to
-# the same formula in many small steps.
+# op that divides a vector by its root mean square and scales its channels. On a GPU the swap is to the Triton
+# kernel. A CPU can only *interpret* Triton kernels, which checks them and says nothing about speed, so there
+# we swap to the same formula in many small steps.
 
 # %%
 import torch
