@@ -183,7 +183,8 @@ class Placement(Tables):
     def keep(self, weight: Weight, tensor: Tensor, scale: Tensor | None, device: torch.device
              ) -> tuple[Tensor, Tensor | None]:
         """The rows on the device, in memory of their own: a mapped file may change."""
-        codes, scales = (None if t is None else t.to(device, copy=True) for t in (tensor, scale))
+        own = (None if t is None else t.to(device, copy=t.device.type == "cpu") for t in (tensor, scale))
+        codes, scales = own
         return codes, scales
 
     def serve(self, model: Model) -> Placement:
