@@ -286,16 +286,15 @@ ALIASES = {  # SGLang's spelling, or a second one of vLLM's: ours
     "--max-running-requests": "--max-num-seqs",
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--random-seed": "--seed",
+    "--dp-size": "--data-parallel-size",
+    "--ep-size": "--expert-parallel-size",
     "--attention-backend": "--kernels",
 }
 MODEL_FLAGS = ("--model", "--model-path")  # here the model is a positional argument
 ALREADY = ("--enable-prefix-caching",)  # what they ask for is done anyway
 ABSENT = {  # flags of vLLM and SGLang that dskit does not have, and why
-    "--tensor-parallel-size": "attention is data parallel here, and this version runs on one device",
-    "--pipeline-parallel-size": "this version runs on one device",
-    "--data-parallel-size": "this version runs on one device",
-    "--enable-expert-parallel": "this version runs on one device",
-    "--expert-parallel-size": "this version runs on one device",
+    "--tensor-parallel-size": "attention is data parallel here: use --dp and --ep",
+    "--pipeline-parallel-size": "every rank has all layers: use --dp and --ep",
     "--gpu-memory-utilization": "caches take what --max-num-seqs and --max-model-len need",
     "--enforce-eager": "this version captures no graphs: it always runs eagerly",
     "--dtype": "weights keep the checkpoint's formats; --numerics exact computes in float32",
@@ -318,8 +317,6 @@ ABSENT |= {
     for long, shorts in {
         "--tensor-parallel-size": ("-tp", "--tp", "--tp-size"),
         "--pipeline-parallel-size": ("-pp", "--pp", "--pp-size"),
-        "--data-parallel-size": ("-dp", "--dp", "--dp-size"),
-        "--expert-parallel-size": ("--ep", "--ep-size"),
         "--gpu-memory-utilization": ("--mem-fraction-static",),
         "--enforce-eager": ("--disable-cuda-graph",),
     }.items()

@@ -60,6 +60,15 @@ class ServeArgs(ModelArgs):
     """Go on behind it from a copy of the state; --no-exact-prefix rebuilds windows, an approximation."""
     batch_invariant: bool = False
     """Give each request the same bits whatever runs beside it; slower."""
+    data_parallel_size: Annotated[int, arg(metavar="N", aliases=["--dp", "-dp"])] = 1
+    """Ranks, each a process with its own requests and the whole attention; they are started here, or by
+    torchrun."""
+    expert_parallel_size: Annotated[int, arg(metavar="N", aliases=["--ep"])] = 1
+    """How many ranks share the routed experts; --data-parallel-size must be a multiple of it."""
+    enable_expert_parallel: bool = False
+    """Share the experts among all ranks: --expert-parallel-size is --data-parallel-size."""
+    distributed_timeout_seconds: Annotated[float, arg(metavar="FLOAT")] = 60.0
+    """The group of ranks ends after so long without a sign of one of them."""
     speculate: Literal["off", "static", "scheduled"] | None = None
     """Let the draft guess ahead and verify every guess, or those that pay; by default what pays, where there
     is a draft."""

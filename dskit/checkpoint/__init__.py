@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +47,8 @@ Device = str | torch.device
 
 def load(source: str | Path, *, device: Device | None = None, numerics: str = "release", seed: int = 0,
          batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None,
-         held: Held | None = None, tables: Tables | None = None) -> Model:
+         held: Held | None = None, tables: Tables | None = None,
+         progress: Callable[[float], None] | None = None) -> Model:
     """A model from a preset's name, a checkpoint folder, or a Hugging Face id (`owner/name`).
 
     Presets other than `demo` have random weights, drawn from `seed`. numerics: "release" or "exact".
@@ -55,26 +56,43 @@ def load(source: str | Path, *, device: Device | None = None, numerics: str = "r
     dtype: of the operands of products, in exact numerics of every value, where not the default.
     held: which experts one rank of several has (spec.layout); the others are not read.
     tables: where Engram tables go, if not where the model is.
+    progress: told what share of the weights is there, after each.
     """
     if is_drawn(source):
         return random(preset(str(source)), numerics=numerics, seed=seed, device=device,
-                      batch_invariant=batch_invariant, storage=storage, dtype=dtype, held=held, tables=tables)
+                      batch_invariant=batch_invariant, storage=storage, dtype=dtype, held=held, tables=tables,
+                      progress=progress)
     files = Folder(locate(source))
     files.check()
     device, how, storage = _how(files.config, numerics, device, batch_invariant, storage, dtype, held, tables)
-    return place.build(files.config, how, files.weights(held, tables), device=device, storage=storage,
-                       fold=files.fold, held=held, tables=tables)
+    stream = _counted(files.weights(held, tables), files.config, held, progress)
+    return place.build(files.config, how, stream, device=device, storage=storage, fold=files.fold, held=held,
+                       tables=tables)
 
 
 def random(config: ModelConfig, *, numerics: str = "release", seed: int = 0, device: Device | None = None,
            batch_invariant: bool = False, storage: str | None = None, dtype: torch.dtype | None = None,
-           calm: bool = False, held: Held | None = None, tables: Tables | None = None) -> Model:
+           calm: bool = False, held: Held | None = None, tables: Tables | None = None,
+           progress: Callable[[float], None] | None = None) -> Model:
     """A model with random weights, drawn on the device; `calm` as in draw.weights, the rest as in `load`."""
     device, how, storage = _how(config, numerics, device, batch_invariant, storage, dtype, held, tables)
     stream = draw.weights(config, seed, device=device, calm=calm, held=held, tables=tables)
+    stream = _counted(stream, config, held, progress)
     fold = folding(config) if config.engram_layer_ids else None
     return place.build(config, how, stream, device=device, storage=storage, fold=fold, held=held,
                        tables=tables)
+
+
+def _counted(stream: place.Stream, config: ModelConfig, held: Held | None,
+             progress: Callable[[float], None] | None) -> place.Stream:
+    """The stream; `progress` hears how far it is."""
+    total, done = sum(1 for _ in layout(config, held)), 0
+    for item in stream:
+        yield item
+        del item  # before the next one is read
+        done += 1  # noqa: SIM113 - enumerate would keep the item
+        if progress is not None:
+            progress(done / total)
 
 
 def save(model: Model, folder: str | Path, shard_size: int = SHARD_SIZE) -> Path:

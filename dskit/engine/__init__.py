@@ -34,6 +34,7 @@ grammar.py    structured output: which tokens may follow, from a schema, a patte
 text.py       ids become text as they arrive: UTF-8 borders, stop strings
 exchange.py   experts on several ranks: which slot is where, rows there and answers back
 dist.py       the ranks of a group: who is there, what they agree on before a step
+ranks.py      one engine on several ranks: they step together, rank 0 hands requests out
 eplb.py       which slot holds which expert: rows that were counted become a plan, a plan becomes transfers
 rebalance.py  experts change their slots while requests are served
 engram.py     where the n-gram tables lie, and how a step's rows come from there

@@ -16,7 +16,7 @@ Experts too: weights are placed by physical slot from the start; exchange.py say
 
 Units: seconds.
 State: one `Group` per process at a time; the process group is torch.distributed's default one until `leave`.
-Errors: GroupError for sizes that do not fit, a second group, and ranks out of step; whatever
+Errors: GroupError for sizes that do not fit and ranks out of step; whatever
 torch.distributed raises when a rank is gone (at once) or silent (after `timeout`).
 Source: engine.md sections 4.4, 11.1, 11.2, 23.
 """
@@ -84,28 +84,22 @@ class Group:
 
     def __init__(self, parallel: Parallel, rank: int, device: torch.device,
                  store: dist.Store | None = None):
-        if dist.is_initialized():
-            raise GroupError("this process is part of a group already; close the other LLM first")
         self.parallel, self.rank, self.size, self.device = parallel, rank, parallel.dp, device
         self.epoch = 0
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size,
                                 timeout=timedelta(seconds=LOADING))
         limit = timedelta(seconds=parallel.timeout)
-        self._loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING))
         self.control = dist.new_group(backend="gloo", timeout=limit)
+        self.tables = dist.new_group(backend=backend, timeout=limit)  # rows of Engram tables, beside a step
         self.peers = Peers()
         for first in range(0, self.size, parallel.ep):  # every rank takes part in making every group
             run = list(range(first, first + parallel.ep))
             made = dist.new_group(run, backend=backend, timeout=limit) if parallel.ep > 1 else None
             if rank in run:
                 self.peers = Peers(rank - first, parallel.ep, made)
-        if self.peers.group is not None:  # NCCL connects when it is first used: now, not in a step
-            dist.all_reduce(torch.zeros(1, device=device), group=self.peers.group)
-
-    def meet(self) -> None:
-        """Wait for all ranks, as long as loading may take."""
-        dist.barrier(self._loading)
+        for made in filter(None, (self.tables, self.peers.group)):  # NCCL connects when first used: now
+            dist.all_reduce(torch.zeros(1, device=device), group=made)
 
     def agree(self, kind: int, rows: int, wants: bool, running: int) -> list[Row]:
         """One message: this rank's row goes to all, and all rows come back."""

@@ -34,10 +34,13 @@ ODD = 0xD1B54A32D192ED03  # keeps the rounds of a seed apart
 
 
 class Drafter:
-    """Judges and proposes for one runner; `rule` is "rejection", "block" or "coupled"."""
+    """Judges and proposes for one runner; `rule` is "rejection", "block" or "coupled".
 
-    def __init__(self, runner, rule: str):
-        self.runner, self.coupled = runner, rule == "coupled"
+    joint: the draft's experts lie on several ranks, so every step has one round of all, whoever is in it.
+    """
+
+    def __init__(self, runner, rule: str, joint: bool = False):
+        self.runner, self.coupled, self.joint = runner, rule == "coupled", joint
         self.accept = accept_block if rule == "block" else accept
         self.q: Tensor | None = None
 
@@ -45,7 +48,7 @@ class Drafter:
         """The rounds of chunks that sample; rows 1 + drafts of each, in their order."""
         rows = [Ahead(c.seq, list(c.drafts[:j])) for c in chunks for j in range(1 + len(c.drafts))]
         ids = None if self.coupled or len(rows) == len(chunks) else self._judge(chunks, logits_TV, rows)
-        sampled = iter(sampler.start(logits_TV, rows, ids).read())
+        sampled = iter(sampler.start(logits_TV, rows, ids).read() if rows else ())
         found = [Round(_held([next(sampled) for _ in range(1 + len(c.drafts))], c)) for c in chunks]
         self._propose([(c, r) for c, r in zip(chunks, found, strict=True) if c.guess and _goes_on(c, r)])
         return found
@@ -73,7 +76,7 @@ class Drafter:
 
     def _propose(self, live: list[tuple[Chunk, Round]]) -> None:
         """Let the draft guess what follows each round."""
-        if not live:
+        if not live and not self.joint:
             return
         seqs = [c.seq for c, _ in live]
         rows = [Ahead(c.seq, [one.token_id for one in round.sampled]) for c, round in live]
@@ -98,7 +101,7 @@ class Drafter:
 
         slots = [(c.origin or c).seq.slot for c, _ in live]  # a fork's own slot is not filled yet
         tokens, _, confidence = self.runner.propose(slots, starts, newest, pick)
-        if not self.coupled:
+        if live and not self.coupled:
             own = torch.tensor([seq.slot for seq in seqs], device=tokens.device)
             logits = torch.stack(kept, dim=1)
             self._q(logits[:, 0])[own] = logits

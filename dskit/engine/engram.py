@@ -517,6 +517,7 @@ def choose(config: ModelConfig, device: torch.device, name: str | None = None, *
     if name is None:
         gpu = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
         name = suited(table_bytes(config), gpu, memory_available(), files, ranks.size)
+        name = ranks.all(name)[0]  # the same one everywhere
     placement = PLACEMENTS[name](config, device, ranks)
     placement.check(files)
     return placement

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,14 @@ import torch
 
 from dskit import chat, checkpoint, ops
 from dskit.config import PRESETS
-from dskit.engine import engram, spec
+from dskit.engine import engram, exchange, ranks, spec
 from dskit.engine.config import EngineConfig
+from dskit.engine.dist import Group, GroupError, Parallel
+from dskit.engine.exchange import Peers
 from dskit.engine.grammar import Grammars
 from dskit.engine.loop import Engine, Handle
 from dskit.engine.pools import Blocks, Slots, bytes_by_kind
+from dskit.engine.ranks import Seat
 from dskit.engine.runner import ModelRunner
 from dskit.engine.seq import Constraint, RequestError, Result, SamplingParams, TokenEvent, constraint
 from dskit.model import Model
@@ -69,9 +73,13 @@ class LLM:
     batch_invariant  the same bits for a request in any batch; slower
     engram_placement where the n-gram tables lie: device, shard, host, mmap; None: where they fit
     tokenizer        None: the checkpoint's tokenizer.json; one token per byte where it has none
+    dp, ep           ranks, each a process with its own requests, and how many of them share the experts
+    distributed_timeout  seconds without a sign of a rank after which the group of ranks ends
+    progress         gets a line every two seconds while weights are loaded
     others           EngineConfig: max_model_len, max_num_seqs, max_num_batched_tokens, replay, ...
 
-    A ready Model brings its own device, numerics and tables; the first five are not read then.
+    A ready Model brings its own device, numerics and tables; the first five are not read then. With dp > 1
+    this process is rank 0, and the others are started, on this node, unless torchrun has (ranks.py).
     """
 
     engram: engram.Placement | None = None  # where the tables lie, of a model that has some
@@ -94,10 +102,48 @@ class LLM:
         replay: str = "off",
         exact_prefix: bool = True,
         engram_placement: str | None = None,
+        dp: int = 1,
+        ep: int = 1,
+        distributed_timeout: float = 60.0,
+        progress: Callable[[str], None] | None = None,
         **settings: Any,
     ):
+        asked = settings | {k: v for k, v in locals().items() if k not in ("self", "settings", "progress")}
+        parallel = Parallel(asked.pop("dp"), asked.pop("ep"), asked.pop("distributed_timeout"))
         self.name = "model" if isinstance(model, Model) else str(model)
-        placement = None
+        if parallel.dp == 1:
+            self._open(**asked, loading=ranks.Loading(progress))
+            return
+        if isinstance(model, Model):
+            raise GroupError(f"dp is {dp}, but a ready Model is on one device; name it, and each rank loads "
+                             "its part")
+        with ranks.take_seat(parallel, asked) as seat:
+            group = ranks.join(seat, parallel)
+            loading = ranks.Loading(progress, seat)
+            self._open(**asked | {"device": str(seat.device)}, seat=seat, group=group, loading=loading)
+            loading.meet()
+            self.engine.start()
+            if seat.rank:
+                ranks.obey(self.engine, seat.links[0])
+
+    def _open(
+        self,
+        model: str | Path | Model,
+        *,
+        tokenizer: chat.Tokenizer | None,
+        device: str | None,
+        numerics: str,
+        seed: int,
+        dtype: torch.dtype | None,
+        batch_invariant: bool,
+        engram_placement: str | None,
+        loading: Callable[[float], None],
+        seat: Seat | None = None,
+        group: Group | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load the model, or this rank's part of it, and make the engine."""
+        peers, placement = group.peers if group else Peers(), None
         if isinstance(model, Model):
             if engram_placement is not None:
                 raise engram.EngramError(f"engram_placement is {engram_placement!r}, but a ready Model's "
@@ -108,6 +154,7 @@ class LLM:
                 checkpoint.default_device(device),
                 engram_placement,
                 files=not checkpoint.is_drawn(model),
+                ranks=engram.Ranks.of(group.tables, group.control) if group else None,
             )
             model = checkpoint.load(
                 model,
@@ -117,21 +164,16 @@ class LLM:
                 seed=seed,
                 batch_invariant=batch_invariant,
                 tables=placement,
+                held=None if peers.size == 1 else partial(exchange.held, peers=peers),
+                progress=loading,
             )
+        if peers.size > 1:
+            exchange.attach(model, peers)
         self.model, self.config, self.device = model, model.config, model.norm.weight.device
         self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
         self.tokenizer = tokenizer or self._tokenizer()
         cfg = EngineConfig.of(
-            model.config,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            replay=replay,
-            exact_prefix=exact_prefix,
-            engram_placement=placement and placement.name,
-            **settings,
+            model.config, engram_placement=placement and placement.name, **settings
         )
         if cfg.overlap is None:
             cfg = replace(cfg, overlap=self.device.type == "cuda")
@@ -154,7 +196,8 @@ class LLM:
         defaults = self.tokenizer.generation
         eos = defaults.get("eos_token_id", model.config.eos_token_id)
         eos = eos if isinstance(eos, list) else [eos]
-        self.engine = Engine(
+        make = Engine if group is None else ranks.engine_at(seat, group)
+        self.engine = make(
             runner,
             cfg,
             Blocks(cfg.num_blocks, cfg.block_size),

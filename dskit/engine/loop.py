@@ -40,7 +40,7 @@ from dskit.engine import sampler
 from dskit.engine.canary import Canary
 from dskit.engine.config import EngineConfig
 from dskit.engine.draft import Drafter
-from dskit.engine.grammar import Grammars
+from dskit.engine.grammar import Grammars, State
 from dskit.engine.runner import Work
 from dskit.engine.scheduler import Scheduler
 from dskit.engine.seq import (
@@ -68,6 +68,8 @@ class Handle:
 
     Whoever waits takes the steps, unless the engine's own thread does.
     """
+
+    rank = 0  # where it is served
 
     def __init__(self, engine: Engine, seq: Sequence):
         self.request_id = seq.request.request_id
@@ -137,11 +139,13 @@ class Handle:
 
     def _push(self, event: TokenEvent) -> None:
         with self._news:
+            if self.finished:
+                return
             if self._listener is None:
                 self._events.append(event)
-            else:
-                self._tell(event)
             self.finished = event.finish_reason is not None
+            if self._listener is not None:
+                self._tell(event)
             self._news.notify_all()
 
     def _tell(self, event: TokenEvent) -> None:
@@ -184,6 +188,9 @@ class Engine:
     `decode` maps ids to text; `defaults` are the keys of generation_config.json; `eos_ids` end a sequence;
     `grammars` compiles structured output.
     """
+
+    failure: str | None = None  # why the engine can serve no more, ever
+    on_failure: Callable[[], None] | None = None  # called when that is known
 
     def __init__(
         self,
@@ -254,24 +261,36 @@ class Engine:
         """
         _check_options(priority, timeout, cache_salt)
         work = list(work)
-        handles = []
+        admitted = []
         for (prompt_ids, params), name in zip(work, names or [None] * len(work), strict=True):
             ids = self._check_prompt(prompt_ids, scoring)
             params = self._check_params(params or SamplingParams(), len(ids), scoring)
             name = name or f"req-{secrets.token_hex(8)}"
             request = Request(name, ids, params, scoring, cache_salt, priority, timeout)
-            seq = Sequence(request, TextStream(self._decode, params.stop, self._pieces))
-            if params.structured_outputs:
-                seq.grammar = self._grammars.state(params.structured_outputs, len(ids))
-            handles.append(Handle(self, seq))
+            admitted.append((request, self.grammar_of(request)))
         with self._news:
             if self.closed:
                 raise RuntimeError("the engine is closed; make a new LLM")
-            self._check_queue([handle._seq.prompt_len for handle in handles])
-            new = {handle.request_id: handle for handle in handles}
-            if taken := next((n for n in new if n in self._handles), None):
+            self._check_queue([len(request.prompt_ids) for request, _ in admitted])
+            names = [request.request_id for request, _ in admitted]
+            if taken := next((name for name in names if name in self._handles), None):
                 raise RequestError(f"a request {taken!r} is being served", param="request_id")
-            self._handles |= new
+            return self.take(admitted)
+
+    def grammar_of(self, request: Request) -> State | None:
+        """What its text has to follow, compiled. Raises RequestError."""
+        wanted = request.params.structured_outputs
+        return self._grammars.state(wanted, len(request.prompt_ids)) if wanted else None
+
+    def take(self, admitted: list[tuple[Request, State | None]]) -> list[Handle]:
+        """Put requests that were checked already, with their grammars, into the inbox."""
+        handles = []
+        for request, grammar in admitted:
+            seq = Sequence(request, TextStream(self._decode, request.params.stop, self._pieces))
+            seq.grammar = grammar
+            handles.append(Handle(self, seq))
+        with self._news:
+            self._handles |= {handle.request_id: handle for handle in handles}
             self._inbox_tokens += sum(handle._seq.prompt_len for handle in handles)
             self._inbox.extend(handle._seq for handle in handles)
             self._news.notify_all()
@@ -454,10 +473,13 @@ class Engine:
         if plan is None and self._flights:  # what comes next depends on what is not booked yet
             events = self._land()
             begin, plan = time.perf_counter(), self.scheduler.plan()
-        if plan is None:
-            return events
+        return events if plan is None else events + self._fly(plan, time.perf_counter() - begin)
+
+    def _fly(self, plan: StepPlan, plan_s: float) -> list[TokenEvent]:
+        """Launch a step, book the one before, choose the tokens; without overlap, book it too."""
+        events: list[TokenEvent] = []
         self._open = plan
-        self._flights.append(self._launch(plan, time.perf_counter() - begin))
+        self._flights.append(self._launch(plan, plan_s))
         self._open = None
         if len(self._flights) > 1:
             events += self._land()
@@ -472,8 +494,11 @@ class Engine:
         if self._canary:
             self._canary.poison(plan.copies)
         work = [_work(chunk) for chunk in plan.chunks if chunk.origin is None]
-        logits = self._device.submit(self.runner.run, work, plan.copies)
+        logits = self._device.submit(self._forward, work, plan)
         return Flight(plan, logits, plan_s, time.perf_counter() - begin)
+
+    def _forward(self, work: list[Work], plan: StepPlan) -> torch.Tensor:
+        return self.runner.run(work, plan.copies)
 
     def _sample(self, flight: Flight) -> None:
         """Let the device choose the tokens of a step."""
@@ -580,8 +605,7 @@ class Engine:
 
     def _check_queue(self, lengths: list[int]) -> None:
         """Backpressure: refuse what would have to wait behind too much. Raises RequestError, status 429."""
-        requests = len(self.scheduler.waiting) + len(self._inbox)
-        tokens = self.scheduler.waiting_tokens + self._inbox_tokens
+        requests, tokens = self._queued()
         for what, have, add, name in (
             ("requests", requests, len(lengths), "max_queued_requests"),
             ("prompt tokens", tokens, sum(lengths), "max_queued_tokens"),
@@ -593,6 +617,11 @@ class Engine:
                     code="queue_full",
                     status=429,
                 )
+
+    def _queued(self) -> tuple[int, int]:
+        """Requests that wait, and the tokens of their prompts."""
+        waiting = self.scheduler.waiting
+        return len(waiting) + len(self._inbox), self.scheduler.waiting_tokens + self._inbox_tokens
 
     def _check_prompt(self, prompt_ids: Iterable[int], scoring: bool) -> list[int]:
         """Admission of a prompt: not empty, inside the vocabulary, inside the context."""
@@ -698,7 +727,7 @@ def _outputs(
         parts = dict(zip(chunks, logits_RV.split(counts), strict=True))
         scored = {c: part for c, part in parts.items() if c.want == "all"}
         logits_RV = torch.cat([logits_RV[:0], *(parts[c.origin or c] for c in last)])
-    if not last:
+    if not last and not (drafter and drafter.joint):
         chosen = list
     elif drafter is not None:
         rounds = drafter.rounds(last, logits_RV)

@@ -154,16 +154,16 @@ class ModelRunner:
                              f"need {need}")
 
     @torch.inference_mode()
-    def run(self, work: list[Work], copies: Copies | None = None) -> Tensor:
+    def run(self, work: list[Work], copies: Copies | None = None, kind: str | None = None) -> Tensor:
         """Logits, float32 [rows asked for, V], in row order; the caches then hold all new rows.
 
-        `copies` of slots and blocks are made first.
+        `copies` of slots and blocks are made first. kind: "prefill" or "decode" (None: as the rows look).
         """
         if copies:
             self._copy(copies)
         longest = self.rows_per_round
         decodes = all(w.start >= w.prompt_len and w.stop - w.start <= longest for w in work)
-        with ops.step("decode" if decodes else "prefill"):
+        with ops.step(kind or ("decode" if decodes else "prefill")):
             return self.model(self.step(work), self.memory)
 
     @torch.inference_mode()

@@ -125,27 +125,32 @@ class Scheduler:
 
         `ahead`: a step is on its way. None then means that its results have to be booked before.
         """
-        if ahead and self.cfg.drafts:
-            return None
         due = self.decodes % self.cfg.prefill_interval == 0 or not self.running
-        if ahead and due and self.waiting and self._has_room(self.waiting[0]):
+        if ahead and due and self.wants_prefill:
             return None
-        chunks = self._plan_prefill() if due and not ahead else []
-        if not chunks:
-            if rows := self._plan_decode(ahead):
-                self.decodes += 1
-                self.ratio = max(LAST_RATIO, self.ratio - (FIRST_RATIO - LAST_RATIO) / DECAY_STEPS)
-                return self._step("decode", rows)
-            if ahead:
-                return None
-            chunks = self._plan_prefill()  # decode may have given all its blocks up to a half-done prompt
-        if not chunks:
-            return None
-        self.decodes = 0
-        return self._step("prefill", chunks)
+        plan = self.plan_as("prefill") if due and not ahead else None
+        plan = plan or self.plan_as("decode", ahead)
+        if plan or ahead:
+            return plan
+        return self.plan_as("prefill")  # decode may have given all its blocks up to a half-done prompt
 
-    def _step(self, kind: str, chunks: list[Chunk]) -> StepPlan:
-        """The plan of these chunks, with the copies that were waiting for one."""
+    @property
+    def wants_prefill(self) -> bool:
+        """True when the prompt in front could be computed now."""
+        return bool(self.waiting) and self._has_room(self.waiting[0])
+
+    def plan_as(self, kind: str, ahead: bool = False) -> StepPlan | None:
+        """The next step, of a kind that is decided; None when there are no rows for it."""
+        if ahead and (self.cfg.drafts or kind == "prefill"):
+            return None
+        chunks = self._plan_prefill() if kind == "prefill" else self._plan_decode(ahead)
+        if not chunks:
+            return None
+        if kind == "prefill":
+            self.decodes = 0
+        else:
+            self.decodes += 1
+            self.ratio = max(LAST_RATIO, self.ratio - (FIRST_RATIO - LAST_RATIO) / DECAY_STEPS)
         for chunk in chunks:
             chunk.seq.inflight += 1
         copies, self.copies = self.copies, Copies()

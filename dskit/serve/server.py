@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -134,7 +136,8 @@ def address(host: str, port: int) -> str:
 
 def main(args: Any) -> int:
     """`dskit serve`: bind, load, test with one token, say where everything is, serve until Ctrl-C."""
-    listening = bind(args.host, args.port)
+    front = int(os.environ.get("RANK", 0)) == 0  # under torchrun the other ranks listen to this one only
+    listening = bind(args.host, args.port if front else 0)
     host, port = listening.getsockname()[:2]
     if host not in ("127.0.0.1", "::1") and not args.api_key:
         say(f"warning: {host} is reachable from other machines and there is no --api-key")
@@ -154,6 +157,10 @@ def main(args: Any) -> int:
             accept=args.accept,
             engram_placement=args.engram_placement,
             queue_timeout=QUEUE_TIMEOUT_S,
+            dp=args.data_parallel_size,
+            ep=args.data_parallel_size if args.enable_expert_parallel else args.expert_parallel_size,
+            distributed_timeout=args.distributed_timeout_seconds,
+            progress=say,
             **{name: getattr(args, name) for name in names},
         ) as llm,
     ):
@@ -161,11 +168,13 @@ def main(args: Any) -> int:
         first = llm.generate([llm.tokenizer.bos_id], SamplingParams(max_tokens=1)).usage.ttft_s
         server = uvicorn_server(create(llm, name=args.served_model_name, api_key=args.api_key, ui=args.ui))
         cfg = llm.engine.cfg
+        llm.engine.on_failure = partial(setattr, server, "should_exit", True)
         say(f"loaded in {loaded:.1f} s; a first token takes {first:.2f} s")
         say(
             f"{args.model} on {llm.device}, {llm.numerics} numerics, seed {args.seed}, "
             f"{cfg.max_model_len} tokens of context, {cfg.max_num_seqs} requests at once, "
             f"{cfg.max_num_batched_tokens} prompt tokens a step"
+            + (f" on each of {args.data_parallel_size} ranks" if args.data_parallel_size > 1 else "")
             + (", batch invariant" if args.batch_invariant else "")
             + ("" if args.enable_prefix_caching else ", no prefix cache")
             + ("" if args.exact_prefix else ", windows behind a cached prefix approximate")
@@ -178,6 +187,9 @@ def main(args: Any) -> int:
             server.run(sockets=[listening])
         requests = sum(server.config.app.state.api.outcomes.values())
         say(f"stopped after {requests} requests, {llm.stats()['tokens']} tokens")
+        if llm.engine.failure:
+            say(f"error: {llm.engine.failure}")
+            return 1
     return 0
 
 
