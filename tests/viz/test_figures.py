@@ -104,7 +104,7 @@ MIXES = [
     {"what": "mixed", "matrix": [[0.75, 0.25], [0.2, 0.8]], "sums": True},
 ]
 LOOKUPS = [
-    {"gram": gram, "row": row, "twin": twin, "bytes": 33}
+    {"gram": gram, "row": row, "twin": twin, "bytes": 33, "gates": [0.25, 0.875]}
     for gram, row, twin in (
         (["a", " b"], 7, " c d"),
         (["a", " b"], 4012, ""),
@@ -435,7 +435,7 @@ def test_lookups_name_rows_and_who_shares_them():
     texts = [text.get_text() for text in picture.axes[0].texts]
     assert {"row 7", "row 4,012", "2-gram", "3-gram", "also of ␣c␣d", "↵"} <= set(texts)
     assert "'a b' reads row 7 also of ' c d', row 4,012; '\\na b' reads" in picture.alt
-    assert "4 rows, 132 bytes are read." in picture.alt
+    assert "4 rows, 132 bytes are read. Gates: 0.25, 0.88." in picture.alt
 
 
 def test_gates_that_do_not_fit_end_in_dots():

@@ -14,7 +14,7 @@ def ngram_lookup(rows: Rows, title: str = "Which rows one token looks up") -> Pi
     """The n-grams that end at one token, and for each the rows of the table that its hashes name.
 
     Keys, one row per hash: "gram" (its tokens, oldest first); "row" of the table; "twin" (another n-gram
-    that reads this row, "" where none is known); "bytes" of a row.
+    that reads this row, "" where none is known); "bytes" of a row; "gates" of the streams at the token.
     """
     if not rows:
         raise ValueError("rows is empty; give at least one lookup")
@@ -23,8 +23,10 @@ def ngram_lookup(rows: Rows, title: str = "Which rows one token looks up") -> Pi
         grams.setdefault(tuple(row["gram"]), []).append(row)
     nbytes = sum(row["bytes"] for row in rows)
     height = 1.3 + 0.85 * len(grams)
+    gates = ", ".join(f"{gate:.2f}" for gate in rows[0]["gates"])
     said = "; ".join(map(_say_lookup, grams, grams.values()))
-    picture, axes = canvas(9.5, height, f"{title}. {said}. {len(rows)} rows, {nbytes:,} bytes are read.")
+    alt = f"{title}. {said}. {len(rows)} rows, {nbytes:,} bytes are read. Gates: {gates}."
+    picture, axes = canvas(9.5, height, alt)
     write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
     for i, (gram, found) in enumerate(grams.items()):
         y = 10 * height - 12 - 8.5 * i
@@ -32,6 +34,7 @@ def ngram_lookup(rows: Rows, title: str = "Which rows one token looks up") -> Pi
         _gram(axes, 10, y, gram)
         _rows(axes, 42, y, found)
     write(axes, 2, 2.5, f"{len(rows)} rows of the table, {nbytes:,} bytes", fontsize=9)
+    write(axes, 42, 2.5, f"gates of the streams: {gates}", fontsize=9)
     return picture
 
 
