@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dskit import checkpoint
+from dskit import checkpoint, cli
 from dskit.checkpoint import CheckpointError
 from dskit.checkpoint.files import Folder
 from dskit.checkpoint.spec import layout
@@ -141,9 +141,10 @@ def on_ranks(size: int, tmp_path: Path, *names: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_share_the_rows_or_one_copy(tmp_path, folder, size):
-    on_ranks(size, tmp_path, "tiny", "odd", str(folder("tiny")), str(folder("odd")))
+    on_ranks(size, tmp_path, "odd", str(folder("tiny")))
 
 
 def test_rows_come_from_their_owners():
@@ -270,6 +271,10 @@ def test_what_cannot_be_had_is_refused_with_numbers(monkeypatch, folder):
         with pytest.raises(EngramError, match=words):
             choose(config, CPU, name, files=False, ranks=ranks)
     assert choose(preset("v4-flash"), CPU, files=False) is None
+    with pytest.raises(DoesNotFit) as found:
+        choose(FLASH, CPU, "host", files=True)
+    said = cli.explain(found.value)
+    assert said.code == cli.MEMORY and said.remedy == "another --engram-placement: device, shard, mmap"
     with pytest.raises(EngramError, match="ready Model's tables stay"):
         LLM(checkpoint.load("tiny"), engram_placement="host")
 
