@@ -90,6 +90,7 @@ class Group:
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size,
                                 timeout=timedelta(seconds=LOADING))
         limit = timedelta(seconds=parallel.timeout)
+        self.loading = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOADING))
         self.control = dist.new_group(backend="gloo", timeout=limit)
         self.tables = dist.new_group(backend=backend, timeout=limit)  # rows of Engram tables, beside a step
         self.peers = Peers()

@@ -68,7 +68,7 @@ class DoesNotFit(MemoryError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share tables: a group for tensors of the device, and one for objects of the host."""
+    """The ranks that share tables: a group for rows, and one for words while tables are loaded."""
 
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None

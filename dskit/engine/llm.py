@@ -154,7 +154,7 @@ class LLM:
                 checkpoint.default_device(device),
                 engram_placement,
                 files=not checkpoint.is_drawn(model),
-                ranks=engram.Ranks.of(group.tables, group.control) if group else None,
+                ranks=engram.Ranks.of(group.tables, group.loading) if group else None,
             )
             model = checkpoint.load(
                 model,

@@ -87,6 +87,15 @@ def test_two_ranks_say_what_one_says_with_drafts_and_cached_prefixes(pair):
     assert stats["blocks_cached"] > 0 and stats["steps"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["shard", "host"])
+def test_ranks_that_share_their_tables_say_the_same(placement):
+    with opened("release, drafts", 2, engram_placement=placement) as llm:
+        assert answers(llm, 1, 7) == alone("release, drafts", 1, 7)
+        report = llm.engram.report()
+    assert report["placement"] == placement and report["wait_us"].keys() == {1, 3}
+
+
 def test_a_request_alone_is_served_while_the_other_ranks_take_part_without_rows(pair):
     (prompts, params), *_ = conversations(1, 7)
     before = pair.stats()["dummy_steps"]
