@@ -15,6 +15,7 @@ Errors: ValueError when a tokenizer folds to another size than the config says.
 Numerics: int64 hash without wrap; the gate in float32, one rounding.
 Kernel: kernels/engram.py (engram.hash, engram.gather, engram.gate)
 Source: model.md 3.10; config fields engram_*.
+Try: notebooks/03_engram.ipynb
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ Numerics: release scores are bfloat16 after the dot product, the head product an
 lower index.
 Kernel: kernels/indexer.py (indexer.scores_cached, indexer.blocks, indexer.topk)
 Source: model.md 3.9, 6.2, 9; config fields index_topk, candidate_topk_blocks, candidate_block_size.
+Try: notebooks/02_sliding_window.ipynb
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ Numerics: float32 inside, one rounding of X', of x as it is read and of x as it 
 may be held in float32 (a CPU then widens them once, not at every use).
 Kernel: kernels/mhc.py (mhc.mixes, mhc.sinkhorn, mhc.read, mhc.write, mhc.boundary)
 Source: model.md 3.6; config fields hc_mult, hc_sinkhorn_iters, hc_eps.
+Try: notebooks/04_mhc.ipynb
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ State: rings belong to the engine; a plan is made once per step and serves all l
 Errors: none of its own.
 Kernel: kernels/cache.py (cache.write_, which writes the rows of a decode step as it makes them)
 Source: model.md 3.7, 5.1; engine.md 6.
+Try: notebooks/02_sliding_window.ipynb
 """
 
 from __future__ import annotations

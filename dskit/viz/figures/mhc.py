@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
-from dskit.viz.figures.page import SAND, STONE, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, heat, on, shade, write
+from dskit.viz.figures.page import SAND, SLATE, STONE, YELLOW, Picture, Rows, canvas, theme
+from dskit.viz.figures.pieces import box, heat, on, write
 
 SPELLED_OUT = 8  # streams of a matrix whose values are written into its cells
 
@@ -32,7 +32,7 @@ def stream_flow(rows: Rows, title: str = "From streams to streams", inside: str 
         _flow(axes, (left, at[j]), (39, y + 3), row["read"], SAND)
         _flow(axes, (56, y + 3), (right, at[j]), row["write"], SAND)
         for x in (left, right):
-            box(axes, x - 1.6, at[j] - 1.4, 3.2, 2.8, shade(0), str(j), fontsize=8)
+            box(axes, x - 1.6, at[j] - 1.4, 3.2, 2.8, SLATE, str(j), fontsize=8)
         write(axes, left - 3, at[j], f"read {row['read']:.2f}", ha="right", fontsize=8)
         write(axes, right + 3, at[j], f"write {row['write']:.2f}, keeps {row['mix'][j]:.2f}", fontsize=8)
     write(axes, left, 10 * height - 8, "streams before", ha="center", fontsize=8.5)
