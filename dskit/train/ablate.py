@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dskit import chat, evaluate
+from dskit import chat, evaluate, ops
 from dskit.config import PRESETS_DIR, ModelConfig, preset
 from dskit.layers.cache import Packing
 from dskit.layers.engram import Table, folding
@@ -139,7 +139,7 @@ def small() -> ModelConfig:
         candidate_topk_blocks=16, sliding_window=32, max_position_embeddings=1024)
 
 
-SMALL = Recipe(steps=60, lr=1e-2, lr_adam=1e-2, warmup=6, shapes=((512, 1, 1),), probes=16,
+SMALL = Recipe(steps=40, lr=1e-2, lr_adam=1e-2, warmup=4, shapes=((512, 1, 1),), probes=16,
                disable=("rounding",))
 LARGE = Recipe(steps=600, warmup=60, shapes=((1024, 32, 1),), disable=("rounding",))
 
@@ -172,11 +172,16 @@ class Ablation(Trainer):
     def finish(self) -> None:
         """A study keeps figures and draws all runs together: no checkpoint, no plot of this one alone."""
 
+    @property
+    def skills(self) -> list[str]:
+        """The skills of the evaluation that are trained."""
+        return [skill for skill in SKILLS if skill in (self.recipe.mix or SKILLS)]
+
     def held_out(self) -> dict[str, dict[str, float]]:
         """Loss and share of answer tokens right, by trained skill, on conversations never trained on."""
         seq_len, rows, _ = self.recipe.shapes[-1]
         found = {}
-        for skill in [skill for skill in SKILLS if skill in (self.recipe.mix or SKILLS)]:
+        for skill in self.skills:
             batch = data.batch(self.tokenizer, 0, 0, seq_len, rows, {skill: 1.0}, split="eval")
             ids, start, said = (torch.from_numpy(a).to(self.device)
                                 for a in (batch.ids, batch.doc_start, batch.loss))
@@ -195,8 +200,8 @@ class Ablation(Trainer):
                 module.numerics = Numerics.of(self.config, "exact", device=self.device)
         if self.config.engram_layer_ids:
             model.folding = folding(self.config, self.tokenizer.backend)
-        with LLM(model, tokenizer=self.tokenizer) as llm:
-            report = evaluate.evaluate(llm, n=limit, recall_tokens=int(0.8 * longest))
+        with ops.use("torch"), LLM(model, tokenizer=self.tokenizer) as llm:  # training's are for bfloat16
+            report = evaluate.evaluate(llm, self.skills, limit, recall_tokens=int(0.8 * longest))
         return {skill: row["rate"] for skill, row in report["skills"].items()}
 
     def result(self, limit: int) -> Run:
