@@ -26,6 +26,7 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -107,25 +108,33 @@ class Waits:
         self.lookups = 0
         self._seconds: Counter[int] = Counter()
         self._events: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()  # whoever asks for the times is another thread
 
     def host(self, layer: int, seconds: float) -> None:
         """Note a wait of the thread that launches."""
         self._seconds[layer] += seconds
 
-    def gpu(self, layer: int, done: torch.cuda.Event) -> None:
-        """Let the current stream wait for an event, and note for how long it does."""
+    def gpu(self, layer: int, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
+        """Let a stream wait for an event, and note for how long it does."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        torch.cuda.current_stream().wait_event(done)
-        after.record()
-        self._events.append((layer, before, after))
+        before.record(stream)
+        stream.wait_event(done)
+        after.record(stream)
+        with self._lock:
+            self._events.append((layer, before, after))
+            self._settle()
 
     def micros(self) -> dict[int, int]:
         """Layer -> microseconds, of all waits that are over."""
+        with self._lock:
+            self._settle()
+            return {layer: round(1e6 * seconds) for layer, seconds in sorted(self._seconds.items())}
+
+    def _settle(self) -> None:
+        """Read the events that have come to pass."""
         while self._events and self._events[0][2].query():
             layer, before, after = self._events.popleft()
             self._seconds[layer] += before.elapsed_time(after) / 1e3
-        return {layer: round(1e6 * seconds) for layer, seconds in sorted(self._seconds.items())}
 
 
 class Lookup:
@@ -140,11 +149,11 @@ class Lookup:
         found, done = self._coming[layer]()
         self._waits.host(layer, time.perf_counter() - begin)
         if done is not None:
-            stream = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(found.device)
             if torch.cuda.is_current_stream_capturing():  # a graph's events have no times
                 stream.wait_event(done)
             else:
-                self._waits.gpu(layer, done)
+                self._waits.gpu(layer, stream, done)
             found.record_stream(stream)
         return found
 
@@ -183,8 +192,7 @@ class Placement(Tables):
     def keep(self, weight: Weight, tensor: Tensor, scale: Tensor | None, device: torch.device
              ) -> tuple[Tensor, Tensor | None]:
         """The rows on the device, in memory of their own: a mapped file may change."""
-        own = (None if t is None else t.to(device, copy=t.device.type == "cpu") for t in (tensor, scale))
-        codes, scales = own
+        codes, scales = (t if t is None or t.is_cuda else t.to(device, copy=True) for t in (tensor, scale))
         return codes, scales
 
     def serve(self, model: Model) -> Placement:
@@ -251,7 +259,7 @@ class Remote(Placement):
     def _follow(self, tensor: Tensor) -> None:
         """Let the stream see a tensor that the current stream has just made."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             tensor.record_stream(self._stream)
 
 
@@ -370,19 +378,19 @@ class Host(Staged):
 
     def _reserve(self, nbytes: int) -> Tensor:
         """The node's memory for a table, as bytes; all ranks of the group call this together."""
+        fd = os.memfd_create("dskit-engram") if self.leads and not self.alone else None
+        if fd is not None:
+            os.ftruncate(fd, nbytes)
+        pid, number = self.ranks.all((os.getpid(), fd))[self.leader]
         if self.alone:
             memory = mmap.mmap(-1, nbytes + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            fd = os.memfd_create("dskit-engram") if self.leads else None
-            if fd is not None:
-                os.ftruncate(fd, nbytes)
-            pid, number = self.ranks.all((os.getpid(), fd))[self.leader]
             mine = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
             memory = mmap.mmap(mine, nbytes)
             os.close(mine)
-            self.ranks.all(None)  # all have opened it
-            if fd is not None:
-                os.close(fd)
+        self.ranks.all(None)  # all have opened it
+        if fd is not None:
+            os.close(fd)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -518,8 +526,16 @@ def choose(config: ModelConfig, device: torch.device, name: str | None = None, *
         gpu = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
         name = suited(table_bytes(config), gpu, memory_available(), files, ranks.size)
         name = ranks.all(name)[0]  # the same one everywhere
-    placement = PLACEMENTS[name](config, device, ranks)
-    placement.check(files)
+    placement, refused = PLACEMENTS[name](config, device, ranks), None
+    try:
+        placement.check(files)
+    except (EngramError, DoesNotFit) as error:
+        refused = error
+    others = ranks.all(refused and str(refused))
+    if refused is not None:
+        raise refused
+    if any(others):  # nobody goes on alone
+        raise EngramError(f"another rank cannot: {next(filter(None, others))}")
     return placement
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -171,13 +172,62 @@ def test_rows_come_from_their_owners():
         list(threads.map(look_up, range(3)))
 
 
+class Talking(Ranks):
+    """Ranks that are threads of this process, each of which hears what the others say."""
+
+    said, meet = [None] * 3, threading.Barrier(3, timeout=60)
+
+    def all(self, value):
+        self.said[self.rank] = value
+        self.meet.wait()
+        heard = list(self.said)
+        self.meet.wait()
+        return heard
+
+
+here = threading.local()  # .rank
+
+
+def each_of_three(work):
+    """Results of work(ranks) on three ranks, or what it raised there."""
+
+    def run(rank: int):
+        here.rank = rank
+        try:
+            return work(Talking(rank=rank, size=3))
+        except (EngramError, DoesNotFit) as error:
+            return error
+
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(run, range(3)))
+
+
+def test_every_node_has_one_copy(large, monkeypatch):
+    monkeypatch.setattr(engram, "_node", lambda: ("one", "other", "other")[here.rank])
+    found = each_of_three(lambda ranks: tables_of(large, "host", ranks))
+    first, second, third = (tables.tensors_of[0].view(torch.uint8) for tables in found)
+    assert torch.equal(first, second) and torch.equal(first, third) and first.any()
+    first[3], second[4] = 99, 98
+    assert (third[4] == 98).all() and not (third[3] == 99).all() and not (first[4] == 98).all()
+
+
+def test_what_one_rank_cannot_have_no_rank_takes(monkeypatch):
+    monkeypatch.setattr(engram, "memory_available", lambda: (300, 200, 300)[here.rank] << 30)
+    monkeypatch.setattr(engram, "_node", lambda: str(here.rank))
+    first, second, third = each_of_three(lambda ranks: choose(FLASH, CPU, "host", files=True, ranks=ranks))
+    assert isinstance(second, DoesNotFit) and "another rank cannot: engram_placement 'host'" in str(first)
+    assert str(third) == str(first)
+    placed = each_of_three(lambda ranks: choose(preset("demo"), CPU, files=True, ranks=ranks).name)
+    assert placed == ["device"] * 3
+
+
 # ---- memory ------------------------------------------------------------------------------------------------
 
 
-def tables_of(folder: Path, placement: str) -> engram.Placement:
+def tables_of(folder: Path, placement: str, ranks: Ranks | None = None) -> engram.Placement:
     """A placement with the tables of a checkpoint, and no model around them."""
     files = Folder(folder)
-    tables = choose(files.config, CPU, placement, files=True)
+    tables = choose(files.config, CPU, placement, files=True, ranks=ranks)
     for weight, tensor, scale in files.weights(tables=tables):
         if weight.table:
             tables.tensors_of = [*getattr(tables, "tensors_of", []),
@@ -280,7 +330,7 @@ def test_what_cannot_be_had_is_refused_with_numbers(monkeypatch, folder):
 
 
 def test_a_part_of_a_table_is_never_saved_as_the_whole(tmp_path, folder):
-    tables = choose(preset("tiny"), CPU, "shard", files=True, ranks=Ranks(rank=1, size=2))
+    tables = choose(preset("tiny"), CPU, "shard", files=True, ranks=Here(rank=1, size=2))
     model = checkpoint.load(folder("tiny"), tables=tables)
     assert len(model.layers[1].engram.embed.weight) == 231
     with pytest.raises(ValueError, match="231 of 462 rows are here"):
@@ -300,7 +350,7 @@ def test_rows_of_a_table_are_checked_where_they_are_read(folder, tmp_path):
         else:
             os.symlink(path, tmp_path / path.name)
     for rank in (0, 1):
-        tables = choose(preset("tiny"), CPU, "shard", files=True, ranks=Ranks(rank=rank, size=2))
+        tables = choose(preset("tiny"), CPU, "shard", files=True, ranks=Here(rank=rank, size=2))
         if rank == 0:
             checkpoint.load(tmp_path, tables=tables)
         else:
