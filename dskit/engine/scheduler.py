@@ -58,7 +58,7 @@ from dskit.engine.tree import Node, PrefixTree
 
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 LONGEST_GUESS = 4096  # tokens: nobody is assumed to produce more than this from here on
-PROBE = 16  # steps without a draft until it is tried again
+PROBE = 32  # steps without a draft until it is tried again
 PRIOR = 4  # guesses of a request after which what came of them counts as much as their confidence
 USAGE_LIMIT = 0.9  # share of the blocks in use above which no new prompt is started
 
@@ -161,6 +161,8 @@ class Scheduler:
     def _plan_prefill(self) -> list[Chunk]:
         """Chunks from the front of the queue; a sequence whose prompt ends here moves to `running`."""
         chunks, budget = [], self.cfg.max_num_batched_tokens
+        if not self.running:
+            self.silent = 0  # these texts may be easier to guess than those before them
         while self.waiting and budget:
             seq = self.waiting[0]
             if not (seq.slot or self._admit(seq)):
@@ -200,7 +202,8 @@ class Scheduler:
             seq.blocks += self._take(1) if rest else []
             seq.cached_tokens = stop
             source = parent.slot, parent.blocks[whole] if rest else 0
-            found.append(Chunk(seq, stop, stop, "last", stop, origin=origin, source=source))
+            found.append(Chunk(seq, stop, stop, "last", stop, origin=origin, source=source,
+                               guess=origin.guess))
         return found
 
     def _chunk_rows(self, rows: int, budget: int, alone: bool) -> int:
@@ -214,7 +217,7 @@ class Scheduler:
         """The next rows of a prompt, the replayed ones before them, and the snapshots within."""
         start, seq.replay = seq.num_computed - seq.replay, 0
         want = "all" if seq.request.scoring else "last" if stop == len(seq.tokens) else "none"
-        chunk = Chunk(seq, start, stop, want, seq.num_computed, saves=[])
+        chunk = Chunk(seq, start, stop, want, seq.num_computed, saves=[], guess=not self.silent)
         for mark in seq.marks:
             if start < mark < stop - SLACK and (slot := self.tree.room()) is not None:
                 chunk.saves.append((mark, slot))
