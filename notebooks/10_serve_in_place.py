@@ -151,6 +151,7 @@ def streamed(question, swap_to=None):
     return pieces
 
 
+llm.swap({"norm.rms": "torch"})  # which a CPU has anyway
 plain = streamed("What is 47 + 85?")
 swapped = streamed("What is 47 + 85?", swap_to="by_hand")
 print(f"by_hand was called {calls} times")
@@ -158,9 +159,9 @@ print("same text:", "".join(plain) == "".join(swapped))
 llm.swap({"norm.rms": "torch"})
 
 # %% [markdown]
-# The text is the same because both kernels compute the same formula, and float32 leaves the two so close
-# that the likeliest token never changed. That is what the cell above shows for this text; another kernel or
-# a coarser number format may differ in a rare close call.
+# Both kernels compute the same formula, and float32 leaves them so close that the likeliest token stays the
+# likeliest. The cell shows it for this text; another kernel or a coarser number format may differ in a rare
+# close call.
 #
 # ## Ask with either kernel
 #
@@ -177,13 +178,13 @@ def reply(kernel, question):
     """Ask through the API with one kernel of norm.rms, and keep the answer beside earlier ones."""
     llm.swap({"norm.rms": kernel})
     tokens = [llm.tokenizer.decode([token]) for token in llm.tokenizer.encode(ask(question))]
-    asked.append({"label": f"{kernel}", "tokens": tokens})
+    asked.append({"label": kernel, "tokens": tokens})
     return asked[-6:]
 
 
 questions = [QUESTION, "What does harbour mean?", "Who are you?"]
-reply("torch", QUESTION)
-controls = {"kernel": ["by_hand", "torch"], "question": questions}
+reply("by_hand", QUESTION)
+controls = {"kernel": ["torch", "by_hand"], "question": questions}
 panel = Panel(reply, figures.token_strips, controls, button="Ask")
 panel
 
