@@ -469,4 +469,4 @@ check_02_3(choose)
 # - [03_engram](03_engram.ipynb): a memory that is looked up by what was said, not by where.
 # - `dskit/layers/compress.py` and `dskit/layers/indexer.py`: how entries and index keys are written.
 # - `dskit/engine/pools.py`: where rings and global memories lie, block by block.
-# - `tests/layers/test_cache.py`: edges of windows, groups and cache blocks, tested.
+# - `tests/layers/test_state.py`: however a text is cut into steps, what is computed stays the same.

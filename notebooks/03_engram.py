@@ -243,8 +243,8 @@ Table(
 
 # %% [markdown]
 # Without it the sum is wrong and the words fall apart. The demo was trained *with* its memory, so this says
-# how much it relies on it, not how good a model without one could become. For that both have to be trained;
-# the notebook on ablations does so.
+# how much it relies on it, not how good a model without one could become. For that both have to be trained:
+# see [09_ablation](09_ablation.ipynb).
 #
 # ## Large, and yet cheap
 #

@@ -19,9 +19,9 @@
 # In most models a layer adds its output to one vector per token, the **residual**. Here there are `N` = 4
 # copies of it, the **streams**. A sublayer (attention, or the experts) reads one weighted sum of them and
 # writes back to all, and in between the streams are mixed by a 4 x 4 matrix. All these weights are computed
-# from the token itself. The matrix is kept close to **doubly stochastic**: no negative numbers, and each
-# row and each column adds up to one. This notebook shows how that is done, by **Sinkhorn's** iterations,
-# and what happens without.
+# from the token's own streams. The matrix is kept close to **doubly stochastic**: no negative numbers, and
+# each row and each column adds up to one. This notebook shows how that is done, by **Sinkhorn's**
+# iterations, and what happens without.
 
 # %%
 import dskit
@@ -186,7 +186,7 @@ Table([growth(name, mix) for name, mix in ways.items()], title)
 # keeps it small already; the iterations bring the factor down to 1.
 #
 # How do the streams really grow in the demo? With its 4 iterations the matrices explain a factor of 1.55 at
-# most; the rest comes from what the sublayers write.
+# most, from the first to the last; the rest comes from what the sublayers write.
 
 # %%
 def state_before(layer, sublayer):
@@ -245,8 +245,8 @@ Table(
 
 # %% [markdown]
 # For these questions the demo does without any mixing: its matrices are close to "keep what you have"
-# anyway, as the table above shows. With softmax alone it fails at the words: what leaves a stream no longer
-# adds up to what arrives, and it was not trained so.
+# anyway, as the table above shows. With softmax alone it fails at the words: the columns, which say what
+# arrives in a stream, no longer add up to one, and it was not trained so.
 #
 # ## Fused or in a loop
 #
