@@ -1,8 +1,10 @@
 """The engine over a real model: company, chunks and preemption change nothing; LLM's calls agree."""
 
 import gc
+import random
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,14 +87,42 @@ def test_other_settings_answer(model, settings):
         assert [len(r.token_ids) for r in results] == [6, 6] and idle(llm)
 
 
-def test_mask_and_compact_agree(model):
-    got = []
-    for replay in ("mask", "compact"):
-        with LLM(model, replay=replay, max_num_batched_tokens=24) as llm:
-            got.append([r.token_ids for r in llm.generate([IDS, IDS[5:50]], GREEDY)])
-            with pytest.raises(RequestError, match="replay='off'"):
-                llm.logits(IDS)
-    assert got[0] == got[1]
+def rows(result) -> torch.Tensor:
+    """Log-probabilities [tokens, V] of a result that asked for all of them."""
+    return torch.tensor([[p for _, p in sorted(one.top)] for one in result.logprobs], dtype=torch.float64)
+
+
+def test_mask_and_compact_agree_and_differ_from_off(model):
+    """Bit for bit between the two; what the approximation costs a model of random weights is printed."""
+    params, got = replace(GREEDY, logprobs=512, seed=1), {}
+    for replay in ("off", "mask", "compact"):
+        with LLM(model, replay=replay, max_num_batched_tokens=24, speculate="off") as llm:
+            got[replay] = [rows(r) for r in llm.generate([IDS, IDS[5:50], IDS[:7]], params)]
+            if replay != "off":
+                with pytest.raises(RequestError, match="replay='off'"):
+                    llm.logits(IDS)
+    for masked, compact in zip(got["mask"], got["compact"], strict=True):
+        assert torch.equal(masked, compact)
+    away = [(one[0] - off[0]).abs() for one, off in zip(got["compact"], got["off"], strict=True)]
+    for length, distance in zip((61, 45, 7), away, strict=True):
+        print(f"prompt of {length}: log-probabilities differ by {distance.mean():.4f}, "
+              f"at most {distance.max():.4f}")
+    assert away[0].max() > 1e-3 and away[2].max() == 0  # a prompt that is kept whole is exact
+
+
+@pytest.mark.parametrize("batchings", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_bits_do_not_depend_on_the_batch(model, batchings):
+    """One request's log-probabilities alone, and in random company, order and sizes of chunks."""
+    params, r = replace(GREEDY, logprobs=512), random.Random(0)
+    with LLM(model, speculate="off") as llm:
+        want = rows(llm.generate(IDS[:30], params))
+    for _ in range(batchings):
+        budget = r.choice([16, 40, 1024])
+        with LLM(model, speculate="off", max_num_batched_tokens=budget) as llm:
+            company = [r.choices(IDS, k=r.randint(1, 60)) for _ in range(r.randint(1, 6))]
+            at = r.randrange(len(company) + 1)
+            found = llm.generate([*company[:at], IDS[:30], *company[at:]], params)[at]
+        assert torch.equal(rows(found), want)
 
 
 def test_text_prompts_and_streams(llm):

@@ -94,6 +94,34 @@ def test_cancel_at_any_moment(steps):
     assert free(e) and not e.cancel(handle.request_id)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_cancelled_at_every_step_of_a_run(overlap):
+    """A long prompt in chunks, two choices of one, a decoding one: what they held is free two steps later."""
+
+    def begin():
+        e = engine(overlap=overlap)
+        params = [SamplingParams(seed=i, ignore_eos=True, max_tokens=10) for i in range(3)]
+        return e, e.submit_all(zip([range(2, 40), [5, 6, 7], [5, 6, 7]], params, strict=True))
+
+    e, handles = begin()
+    count = 0
+    while e.has_work:
+        e.step()
+        count += 1
+    assert count >= 12
+    for steps in range(count):
+        e, handles = begin()
+        for _ in range(steps):
+            e.step()
+        for handle in handles:
+            handle.cancel()
+        for _ in range(2):
+            e.step()
+        e.check()
+        assert free(e) and e.stats()["slots_free"] == 4
+        assert {handle.result().finish_reason for handle in handles} <= {"abort", "length"}
+
+
 def test_a_failed_step_ends_its_requests_and_no_other():
     e = engine(Runner(4, spoil={3: RuntimeError("device on fire")}))
     short = e.submit([5, 6], SamplingParams(max_tokens=1))
