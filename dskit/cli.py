@@ -288,6 +288,7 @@ ALIASES = {  # SGLang's spelling, or a second one of vLLM's: ours
     "--random-seed": "--seed",
     "--dp-size": "--data-parallel-size",
     "--ep-size": "--expert-parallel-size",
+    "--disable-cuda-graph": "--enforce-eager",
     "--attention-backend": "--kernels",
 }
 MODEL_FLAGS = ("--model", "--model-path")  # here the model is a positional argument
@@ -296,7 +297,6 @@ ABSENT = {  # flags of vLLM and SGLang that dskit does not have, and why
     "--tensor-parallel-size": "attention is data parallel here: use --dp and --ep",
     "--pipeline-parallel-size": "every rank has all layers: use --dp and --ep",
     "--gpu-memory-utilization": "caches take what --max-num-seqs and --max-model-len need",
-    "--enforce-eager": "this version captures no graphs: it always runs eagerly",
     "--dtype": "weights keep the checkpoint's formats; --numerics exact computes in float32",
     "--kv-cache-dtype": "caches have the release's formats; --numerics exact keeps them in float32",
     "--quantization": "the checkpoint's own quantisation is used",
@@ -318,7 +318,6 @@ ABSENT |= {
         "--tensor-parallel-size": ("-tp", "--tp", "--tp-size"),
         "--pipeline-parallel-size": ("-pp", "--pp", "--pp-size"),
         "--gpu-memory-utilization": ("--mem-fraction-static",),
-        "--enforce-eager": ("--disable-cuda-graph",),
     }.items()
     for short in shorts
 }

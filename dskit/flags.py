@@ -69,6 +69,8 @@ class ServeArgs(ModelArgs):
     """Share the experts among all ranks: --expert-parallel-size is --data-parallel-size."""
     distributed_timeout_seconds: Annotated[float, arg(metavar="FLOAT")] = 60.0
     """The group of ranks ends after so long without a sign of one of them."""
+    enforce_eager: bool = False
+    """Launch every kernel of a decode step by itself: no CUDA graphs."""
     speculate: Literal["off", "static", "scheduled"] | None = None
     """Let the draft guess ahead and verify every guess, or those that pay; by default what pays, where there
     is a draft."""

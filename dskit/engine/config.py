@@ -67,6 +67,8 @@ class EngineConfig:
     """Milliseconds of a step by its rows, as `dskit bench spec` measures them."""
     draft_temperatures: tuple[float, ...] | None = None
     """What the draft's confidences are divided by, as `dskit bench spec` fits them."""
+    enforce_eager: bool = False
+    """Launch every kernel of a decode step by itself: no CUDA graphs."""
     canary: str = "off"
     """Check every step's reads and writes against a shadow of the caches: "off", "log", "raise"."""
     engram_placement: str | None = None

@@ -190,6 +190,7 @@ class LLM:
             replay=cfg.replay,
             keep=cfg.keep_tokens,
             drafts=cfg.drafts,
+            enforce_eager=cfg.enforce_eager or group is not None,  # rows travel by counts that a host reads
             engram=placement and placement.serve(model),
         )
         self.engram = runner.engram
@@ -384,7 +385,7 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """running, waiting, blocks_free (cached ones too), blocks_total, blocks_cached, slots_free, steps,
         tokens, preemptions, evictions; of a model with Engram also engram_bytes, engram_lookups,
-        engram_wait_us."""
+        engram_wait_us; with CUDA graphs graph_steps, eager_steps (of decoding), graph_failures."""
         return self.engine.stats() | (self.engram.stats() if self.engram else {})
 
     def cache_bytes(self) -> dict[str, int]:

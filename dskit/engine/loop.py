@@ -369,8 +369,8 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Where the engine stands now: requests, blocks, slots, and totals since the start."""
-        s = self.scheduler
-        return {
+        s, graphs = self.scheduler, getattr(self.runner, "graphs", None)
+        return (graphs.counts if graphs else {}) | {
             "running": len(s.running),
             "waiting": len(s.waiting) + len(self._inbox),
             "blocks_free": s.free_blocks,

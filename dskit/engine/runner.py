@@ -27,6 +27,7 @@ from torch import Tensor
 from dskit import ops
 from dskit.engine import pools
 from dskit.engine.engram import Placement
+from dskit.engine.graphs import Cuda, Graphs
 from dskit.engine.host import send
 from dskit.engine.seq import Copies
 from dskit.layers.compress import GroupPlan
@@ -123,12 +124,12 @@ class ModelRunner:
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int, num_slots: int, replay: str = "off",
                  keep: int | None = None, cache_storage: str | None = None, drafts: bool = False,
-                 engram: Placement | None = None):
+                 engram: Placement | None = None, enforce_eager: bool = False):
         self.model, self.config, self.block_size = model, model.config, block_size
-        self.graphs = None  # captured steps, with a `recapture`; this version runs eagerly
         self.num_blocks, self.num_slots = num_blocks, num_slots
         self.device = model.norm.weight.device
         self.asynchronous = self.device.type == "cuda"  # `run` only queues the work
+        self.graphs = Graphs(self, Cuda()) if self.asynchronous and not enforce_eager else None
         self.newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)  # token of each slot
         self.engram = None
         if self.config.engram_layer_ids:
@@ -164,7 +165,12 @@ class ModelRunner:
         longest = self.rows_per_round
         decodes = all(w.start >= w.prompt_len and w.stop - w.start <= longest for w in work)
         with ops.step(kind or ("decode" if decodes else "prefill")):
-            return self.model(self.step(work), self.memory)
+            logits = self.graphs.run(work) if self.graphs and decodes else None
+            return self.model(self.step(work), self.memory) if logits is None else logits
+
+    def placeholder(self) -> Work:
+        """A row that fills up a step: in the reserved slot and block."""
+        return Work(0, [0], [self.config.pad_token_id or 0], 0, 1, 0)
 
     @torch.inference_mode()
     def propose(self, slots: list[int], starts: list[int], newest: list[int],

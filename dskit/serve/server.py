@@ -155,6 +155,7 @@ def main(args: Any) -> int:
             batch_invariant=args.batch_invariant,
             speculate=args.speculate,
             accept=args.accept,
+            enforce_eager=args.enforce_eager,
             engram_placement=args.engram_placement,
             queue_timeout=QUEUE_TIMEOUT_S,
             dp=args.data_parallel_size,

@@ -58,7 +58,7 @@ ALLOWED["doctor"] = ALLOWED["cli"] = {*ALLOWED, "doctor", "cli"}
 # the runner and its pools lay out the plans and cache rows that the layers read, and a plan of memory counts
 # them; ops judge guesses and restore rows of tables; the exchange is handed to a layer, in its formats
 FURTHER = {f"engine.{name}": {"layers"}
-           for name in ("runner", "pools", "plan", "draft", "exchange", "engram")}
+           for name in ("runner", "graphs", "pools", "plan", "draft", "exchange", "engram")}
 
 PLANNERS = [  # plain data and decisions: no process group, no HTTP
     name
