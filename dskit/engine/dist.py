@@ -83,7 +83,7 @@ class Group:
     """This process among the ranks; `peers` are those that share its experts, itself included."""
 
     def __init__(self, parallel: Parallel, rank: int, device: torch.device,
-                 store: dist.Store | None = None):
+                 store: dist.Store):
         self.parallel, self.rank, self.size, self.device = parallel, rank, parallel.dp, device
         self.epoch = 0
         backend = "nccl" if device.type == "cuda" else "gloo"

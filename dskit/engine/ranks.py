@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from typing import Any
@@ -48,7 +49,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dskit.engine.dist import DECODE, IDLE, PREFILL, STOP, Group, GroupError, Parallel, Watchdog
+from dskit.engine.dist import DECODE, IDLE, LOADING, PREFILL, STOP, Group, GroupError, Parallel, Watchdog
 from dskit.engine.grammar import State
 from dskit.engine.loop import Engine, Flight, Handle
 from dskit.engine.runner import Work
@@ -433,12 +434,12 @@ def engine_at(seat: Seat, group: Group) -> Callable[..., RankEngine]:
 
 @dataclass
 class Seat:
-    """A process's place in the group: its rank, how ranks find each other, and on rank 0 what it started."""
+    """A process's place in the group; on rank 0 also what it has started."""
 
     rank: int
     local_rank: int
     asked: str | None  # the device that was asked for
-    store: dist.Store | None = None  # None: torchrun's
+    store: dist.Store  # where ranks find each other
     links: dict[int, Link] = field(default_factory=dict)  # on rank 0 to the others, on the others to rank 0
     started: list[subprocess.Popen] = field(default_factory=list)
 
@@ -497,7 +498,9 @@ def take_seat(parallel: Parallel, settings: dict[str, Any]) -> Seat:
         if world != parallel.dp:
             raise GroupError(f"{world} ranks were started, but dp is {parallel.dp}; they must be as many")
         local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        return Seat(int(os.environ["RANK"]), local, settings["device"])
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=LOADING)))
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store remembers ranks that are gone
+        return Seat(rank, local, settings["device"], dist.PrefixStore(f"start {again}", store))
     store = dist.TCPStore("127.0.0.1", 0, parallel.dp, is_master=True, wait_for_workers=False)
     seat = Seat(0, 0, settings["device"], store)
     threads = max(1, (os.cpu_count() or 1) // parallel.dp)
@@ -541,7 +544,7 @@ def join(seat: Seat, parallel: Parallel) -> Group:
     group = Group(parallel, seat.rank, seat.device, seat.store)
     found: list[Any] = [None]
     if seat.rank == 0:
-        host = "127.0.0.1" if seat.store else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        host = "127.0.0.1" if seat.started else os.environ.get("MASTER_ADDR", "127.0.0.1")
         listener = connection.Listener((host, 0), authkey=(key := secrets.token_bytes(32)))
         found = [(listener.address, key)]
     dist.broadcast_object_list(found, 0, group=group.control)

@@ -240,6 +240,7 @@ def test_torchrun_must_have_started_as_many_ranks(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks_says_what_one_says(ranks, case):
@@ -249,12 +250,14 @@ def test_any_number_of_ranks_says_what_one_says(ranks, case):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_groups_of_experts_in_four_ranks():
     with LLM("tiny", dp=4, ep=2, distributed_timeout=TIMEOUT, **SETTINGS, **CASES["release"]) as llm:
         assert answers(llm, 1, 20) == alone("release", 1, 20)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_stuck_rank_ends_the_group_within_the_timeout():
     with opened("exact", 3) as llm:
         stuck = llm.engine._seat.started[1]
@@ -268,6 +271,7 @@ def test_a_stuck_rank_ends_the_group_within_the_timeout():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(50))
 def test_a_rank_killed_at_any_step_leaves_nobody_waiting(seed):
     draw = random.Random(seed)

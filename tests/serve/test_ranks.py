@@ -58,6 +58,7 @@ def test_two_ranks_answer_at_one_address_and_a_stuck_one_ends_the_server():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_torchrun_starts_a_killed_rank_again_and_the_port_comes_back():
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
