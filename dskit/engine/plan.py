@@ -145,7 +145,7 @@ class Plan:
         there = self.left + self.per_gpu[TABLES] - self.block_bytes
         found = {"device": (self.tables, 0), "shard": (self.tables / self.gpus, 0),
                  "host": (0, engram.SPARE * self.tables), "mmap": (0, 0)}
-        return {name: {"gpu_bytes": gpu, "host_bytes": host, "fits": gpu <= there}
+        return {name: {"gpu_bytes": gpu, "host_bytes": host, "fits": gpu <= max(0, there)}
                 for name, (gpu, host) in found.items() if name != "shard" or self.gpus > 1}
 
     # ---- time ----------------------------------------------------------------------------------------------

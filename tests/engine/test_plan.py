@@ -59,6 +59,8 @@ def test_flash_on_so_many_h200(gpus, fp4, fp8, table):
     assert plan.weight_bytes - plan.per_gpu["Engram tables"] == close(hand, rel=0.03)
     assert plan.fits == (gpus >= 4) and plan.placement == ("shard" if gpus == 8 else "host")
     assert plan.to_dict()["fits"] is plan.fits
+    there = [name for name, place in plan.placements().items() if place["fits"]]
+    assert there == (["shard"] if gpus >= 4 else []) + ["host", "mmap"]
 
 
 def test_what_is_left_is_tokens_of_cache():
