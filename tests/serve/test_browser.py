@@ -146,3 +146,14 @@ def test_a_tool_call_of_the_examples_and_its_result(browser, scripted, monkeypat
         ask(page, "12 degrees")
         page.wait_for_selector("#chat >> text=It is sunny in Bergen.")
         page.close()
+
+
+def test_the_page_answers_under_a_notebooks_cell(browser, server):
+    cell = browser.new_page()
+    cell.set_content(server._repr_html_())
+    page = cell.frame_locator("iframe[title='dskit chat page']")
+    page.locator("#box .submit-button").wait_for()
+    page.locator("#box textarea").fill("What is a harbour?")
+    page.locator("#box textarea").press("Enter")
+    page.get_by_text("A sheltered place for ships").wait_for()
+    cell.close()
