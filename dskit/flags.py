@@ -67,6 +67,16 @@ class ServeArgs(ModelArgs):
     """How many ranks share the routed experts; --data-parallel-size must be a multiple of it."""
     enable_expert_parallel: bool = False
     """Share the experts among all ranks: --expert-parallel-size is --data-parallel-size."""
+    num_redundant_experts: int = 0
+    """Second copies of routed experts, so that busy ones can be spread; at least so many."""
+    enable_eplb: bool = False
+    """Move experts from rank to rank while serving, so that none has much more to do than the others."""
+    eplb_interval: int = 3000
+    """Steps from one look for a better placement to the next."""
+    eplb_min_balance: float = 0.9
+    """Move nothing while the mean over the busiest rank's rows is as good as this."""
+    eplb_algorithm: Literal["step-aware", "classic"] = "step-aware"
+    """Judge a placement by the peaks of single steps, or by the rows of all."""
     distributed_timeout_seconds: Annotated[float, arg(metavar="FLOAT")] = 60.0
     """The group of ranks ends after so long without a sign of one of them."""
     enforce_eager: bool = False
@@ -206,6 +216,8 @@ class EngineArgs(ModelArgs):
     """Requests that decode at any time while the scheduler is timed."""
     steps: int = 400
     """Decode steps that are timed."""
+    expert_parallel_size: Annotated[int, arg(metavar="N", aliases=["--ep"])] = 1
+    """Also let so many ranks share the experts, and tell what it gains and takes to move them."""
     engram_gb: Annotated[tuple[float, ...], arg(metavar="GB")] = ()
     """Give the model random n-gram tables of these sizes, and look them up; by default its own."""
     result_dir: Folder = None

@@ -5,9 +5,10 @@ time, results are made up, and `plan` and `commit` of every decode step are cloc
 the model decodes for real, with and without overlap, and the trace says for how long nothing ran there.
 The n-gram tables are put wherever they can lie here, and the model decodes with each: how long its layers
 waited for rows, and how many rows a second come when many are asked for.
+With `--ep N` N ranks share the experts of the model and rebalance them once while they decode.
 
 Units: microseconds per step; operations per second; `idle_fraction` of the time from the first kernel to the
-last one.
+last one; a balance is the mean over the busiest rank's rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -68,6 +69,7 @@ def measure(args: Any) -> dict[str, Any]:
     report["engram"] = engram_rows(args, torch.device(device))
     report["idle"] = rows = idle_rows(args) if device != "cpu" else []
     report["idle_reason"] = None if rows else reason
+    report["eplb"] = eplb_row(args) if args.expert_parallel_size > 1 else None
     report["idle_fraction"] = max((r["idle_fraction"] for r in rows if r["overlap"]), default=None)
     return report
 
@@ -292,6 +294,28 @@ def idle_fraction(events: list[dict[str, Any]]) -> float:
     return 1 - 1e3 * traces.busy_ms(device) / span
 
 
+# ---- experts that move -----------------------------------------------------------------------------------
+
+
+def eplb_row(args: Any, requests: int = 16, interval: int = 192) -> dict[str, Any]:
+    """One rebalance under load: the balance before and after it, and what it has taken."""
+    ranks = args.expert_parallel_size
+    settings = dict(dp=ranks, ep=ranks, enable_eplb=True, eplb_interval=interval, eplb_min_balance=1.0)
+    settings |= dict(num_redundant_experts=ranks, max_num_seqs=requests, max_model_len=1024, speculate="off")
+    rng, params = random.Random(args.seed), SamplingParams(max_tokens=2 * interval, ignore_eos=True)
+    say(f"{args.model}: {requests} requests on {ranks} ranks")
+    with LLM(args.model, args.device, args.numerics, args.seed, **settings) as llm:
+        ids = range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
+        handles = [llm.submit(rng.choices(ids, k=64), params) for _ in range(requests)]
+        records = llm.engine.rebalancer.records
+        while not (records and records[0].after is not None or all(handle.finished for handle in handles)):
+            time.sleep(0.01)
+        row = asdict(records[0])
+        for handle in handles:
+            handle.cancel()
+    return {"ranks": ranks, "requests": requests} | row
+
+
 def show(report: dict[str, Any]) -> None:
     """Print the report as a table."""
     from rich.box import SIMPLE
@@ -316,6 +340,10 @@ def show(report: dict[str, Any]) -> None:
         how = "with" if row["overlap"] else "without"
         name = f"{row['requests']} requests {how} overlap"
         table.add_row(name, f"GPU idle {row['idle_fraction']:.1%} of {row['step_ms']:.2f} ms a step")
+    if row := report["eplb"]:
+        name = f"{row['layers']} layers rebalanced on {row['ranks']} ranks"
+        balance = f"balance {row['before']:.3f} -> {row['after']:.3f}"
+        table.add_row(name, f"{balance}, {row['stall_ms']:.1f} ms, {row['moved_bytes'] / 1e6:.2f} MB a rank")
     console.print(table)
     if report["idle_reason"]:
         console.print(f"GPU idle time: not measured, {report['idle_reason']}")

@@ -2,7 +2,7 @@
 
 Units: tokens, blocks and sequences, as the names say.
 Errors: EngineConfigError (a ValueError), which names the setting, the numbers and what to change.
-Source: engine.md sections 4.3, 6.2, 6.3, 8.1, 20.
+Source: engine.md sections 4.3, 6.2, 6.3, 8.1, 12, 20.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from dskit.config import ModelConfig
+from dskit.engine.eplb import PLANNERS
 from dskit.engine.pools import backtrack
 from dskit.engine.spec import StepCost
 
@@ -69,6 +70,18 @@ class EngineConfig:
     """What the draft's confidences are divided by, as `dskit bench spec` fits them."""
     enforce_eager: bool = False
     """Launch every kernel of a decode step by itself: no CUDA graphs."""
+    ep: int = 1
+    """Ranks that share the routed experts."""
+    num_redundant_experts: int = 0
+    """Second copies of experts, for busy ones to be spread; at least so many, equally many on each rank."""
+    enable_eplb: bool = False
+    """Count what the experts of all ranks receive, and move them while serving so that ranks are even."""
+    eplb_interval: int = 3000
+    """Steps from one look for a better placement to the next; the first comes after a quarter of it."""
+    eplb_min_balance: float = 0.9
+    """Mean over busiest rank from which on nothing is moved."""
+    eplb_algorithm: str = "step-aware"
+    """How a placement is found: "step-aware" (peaks of single steps), "classic" (counts alone)."""
     canary: str = "off"
     """Check every step's reads and writes against a shadow of the caches: "off", "log", "raise"."""
     engram_placement: str | None = None
@@ -145,6 +158,23 @@ class EngineConfig:
             )
         if self.enable_prefix_caching and not self.exact_prefix:
             self._check_replay(model)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """What ranks that share experts can do; raises EngineConfigError."""
+        extra = self.num_redundant_experts
+        if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
+            raise EngineConfigError(f"num_redundant_experts is {extra!r}; it must be 0 or a positive integer")
+        for name in ("num_redundant_experts", "enable_eplb"):
+            if getattr(self, name) and self.ep == 1:
+                raise EngineConfigError(f"{name} is {getattr(self, name)!r}, but one rank has all experts "
+                                        "(ep is 1); share them among several, or leave it out")
+        if not 0 < self.eplb_min_balance <= 1:
+            raise EngineConfigError(f"eplb_min_balance is {self.eplb_min_balance!r}; it is a mean over a "
+                                    "maximum, above 0 and at most 1")
+        if self.eplb_algorithm not in PLANNERS:
+            raise EngineConfigError(f"eplb_algorithm is {self.eplb_algorithm!r}; choose one of "
+                                    f"{', '.join(PLANNERS)}")
 
     def _check_replay(self, model: ModelConfig) -> None:
         """What rebuilding windows after a prefix hit asks for; raises EngineConfigError."""
@@ -177,4 +207,6 @@ _COUNTS = (
     "keep_tokens",
     "replay_tokens",
     "num_snapshots",
+    "ep",
+    "eplb_interval",
 )

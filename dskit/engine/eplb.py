@@ -204,11 +204,11 @@ def _share(rows_SLE: Tensor, count_LE: Tensor) -> Tensor:
 def _relief(rows_SLE: Tensor, count_LE: Tensor) -> Tensor:
     """How much one copy more of each expert lowers the sum over the steps of the busiest copy's rows."""
     share_SLE = rows_SLE / count_LE
-    two = share_SLE.topk(min(2, share_SLE.shape[2]))
-    most, busiest = two.values[..., :1], two.indices[..., :1]
-    split = (rows_SLE / (count_LE + 1)).gather(2, busiest)
-    then = torch.maximum(two.values[..., 1:], split) if two.values.shape[2] > 1 else split
-    return torch.zeros_like(share_SLE).scatter(2, busiest, most - then).sum(0)
+    most, busiest = share_SLE.max(2, keepdim=True)
+    second = share_SLE.scatter_(2, busiest, 0.0).amax(2, keepdim=True)
+    split = rows_SLE.gather(2, busiest) / (count_LE + 1).expand_as(rows_SLE).gather(2, busiest)
+    relief_LS = (most - torch.maximum(second, split)).squeeze(2).T
+    return torch.zeros_like(count_LE, dtype=rows_SLE.dtype).scatter_add(1, busiest.squeeze(2).T, relief_LS)
 
 
 def _peaks(_load_LrS: Tensor, then_LrS: Tensor, peak_L1S: Tensor) -> Tensor:

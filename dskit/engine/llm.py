@@ -37,6 +37,7 @@ from dskit.engine.grammar import Grammars
 from dskit.engine.loop import Engine, Handle
 from dskit.engine.pools import Blocks, Slots, bytes_by_kind
 from dskit.engine.ranks import Seat
+from dskit.engine.rebalance import Rebalancer
 from dskit.engine.runner import ModelRunner
 from dskit.engine.seq import Constraint, RequestError, Result, SamplingParams, TokenEvent, constraint
 from dskit.model import Model
@@ -156,6 +157,12 @@ class LLM:
                 files=not checkpoint.is_drawn(model),
                 ranks=engram.Ranks.of(group.tables, group.loading) if group else None,
             )
+        shape = model.config if isinstance(model, Model) else checkpoint.configuration(model)
+        cfg = EngineConfig.of(
+            shape, engram_placement=placement and placement.name, ep=peers.size, **settings
+        )
+        if not isinstance(model, Model):
+            held = partial(exchange.held, peers=peers, redundant=cfg.num_redundant_experts)
             model = checkpoint.load(
                 model,
                 device=device,
@@ -164,17 +171,13 @@ class LLM:
                 seed=seed,
                 batch_invariant=batch_invariant,
                 tables=placement,
-                held=None if peers.size == 1 else partial(exchange.held, peers=peers),
+                held=held if peers.size > 1 else None,
                 progress=loading,
             )
-        if peers.size > 1:
-            exchange.attach(model, peers)
+        rebalancer = Rebalancer.of(model, peers, cfg) if peers.size > 1 else None
         self.model, self.config, self.device = model, model.config, model.norm.weight.device
         self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
         self.tokenizer = tokenizer or self._tokenizer()
-        cfg = EngineConfig.of(
-            model.config, engram_placement=placement and placement.name, **settings
-        )
         if cfg.overlap is None:
             cfg = replace(cfg, overlap=self.device.type == "cuda")
         if cfg.drafts:
@@ -197,7 +200,7 @@ class LLM:
         defaults = self.tokenizer.generation
         eos = defaults.get("eos_token_id", model.config.eos_token_id)
         eos = eos if isinstance(eos, list) else [eos]
-        make = Engine if group is None else ranks.engine_at(seat, group)
+        make = Engine if group is None else ranks.engine_at(seat, group, rebalancer)
         self.engine = make(
             runner,
             cfg,
@@ -385,8 +388,20 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """running, waiting, blocks_free (cached ones too), blocks_total, blocks_cached, slots_free, steps,
         tokens, preemptions, evictions; of a model with Engram also engram_bytes, engram_lookups,
-        engram_wait_us; with CUDA graphs graph_steps, eager_steps (of decoding), graph_failures."""
+        engram_wait_us; with CUDA graphs graph_steps, eager_steps (of decoding), graph_failures; of ranks that
+        share experts what `Rebalancer.stats` says."""
         return self.engine.stats() | (self.engram.stats() if self.engram else {})
+
+    def expert_rows(self) -> torch.Tensor:
+        """Rows that each expert received [layers, experts] in the decode steps before the last look.
+
+        Ranks that share experts count them, and look every 128 steps. RuntimeError on one rank.
+        """
+        rebalancer = getattr(self.engine, "rebalancer", None)
+        if rebalancer is None:
+            raise RuntimeError("only ranks that share experts count what each receives; with ep=1, look with "
+                               'dskit.tap(llm, "layers.*.ffn.gate")')
+        return rebalancer.rows_LE
 
     def cache_bytes(self) -> dict[str, int]:
         """Bytes of the caches by kind: window, global, index, draft, open groups of the compressor."""

@@ -52,11 +52,13 @@ import torch.distributed as dist
 from dskit.engine.dist import DECODE, IDLE, LOADING, PREFILL, STOP, Group, GroupError, Parallel, Watchdog
 from dskit.engine.grammar import State
 from dskit.engine.loop import Engine, Flight, Handle
+from dskit.engine.rebalance import Rebalancer
 from dskit.engine.runner import Work
 from dskit.engine.seq import Request, RequestError, Result, StepPlan, StepResult, TokenEvent, Usage
 
 logger = logging.getLogger("dskit.engine")
 TOGETHER = 70  # decode steps after which a prompt is begun if every rank has one
+SHARED = ("steps", "eplb_balance", "eplb_rebalances", "eplb_failures", "eplb_stall_ms")  # not summed
 EVERY = 2.0  # between two words about loading
 PAUSE = 0.02  # between two looks of a group that has nothing to do
 NAMES = {DECODE: "decode", PREFILL: "prefill"}
@@ -68,9 +70,9 @@ NAMES = {DECODE: "decode", PREFILL: "prefill"}
 class RankEngine(Engine):
     """The engine of one rank, which steps with the others; `start` it on all of them."""
 
-    def __init__(self, *args: Any, group: Group, **kwargs: Any):
+    def __init__(self, *args: Any, group: Group, rebalancer: Rebalancer | None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.group = group
+        self.group, self.rebalancer = group, rebalancer
         if self._drafter is not None:
             self._drafter.joint = group.peers.group is not None
         self._kind, self._since = DECODE, 0  # of the next step; decode steps since the last prefill
@@ -109,6 +111,8 @@ class RankEngine(Engine):
         self._over = True
         if thread is None or not thread.is_alive():
             super().close()
+            if self.rebalancer is not None:
+                self.rebalancer.close()
             self.group.leave()
         self.closed, self.runner, self._drafter = True, None, None
 
@@ -125,8 +129,9 @@ class RankEngine(Engine):
         self._failed()
 
     def stats(self) -> dict[str, int]:
-        """As of one engine, and `dummy_steps`: those in which this rank had no rows."""
-        return super().stats() | {"dummy_steps": self.dummies}
+        """As of one engine; `dummy_steps`, in which this rank had no rows; what moving experts has cost."""
+        balance = self.rebalancer.stats() if self.rebalancer else {}
+        return super().stats() | {"dummy_steps": self.dummies} | balance
 
     # ---- inside ------------------------------------------------------------------------------------------
 
@@ -187,7 +192,10 @@ class RankEngine(Engine):
         self._kind = PREFILL if (any(wants) and due) or together else DECODE
 
     def _forward(self, work: list[Work], plan: StepPlan) -> torch.Tensor:
-        return self.runner.run(work, plan.copies, plan.kind)  # the same kernels on all ranks
+        logits = self.runner.run(work, plan.copies, plan.kind)  # the same kernels on all ranks
+        if self.rebalancer is not None:
+            self.rebalancer.after_step(counts=plan.kind == "decode")
+        return logits
 
     def _result(self, flight: Flight) -> StepResult:
         """Wait for a step; after a failure this rank is no longer where the others are."""
@@ -297,7 +305,7 @@ class Front(RankEngine):
         return True
 
     def stats(self) -> dict[str, int]:
-        """Sums over the ranks; `steps` are those of rank 0, which are everybody's."""
+        """Sums over the ranks, but for what is everybody's (SHARED)."""
         own = super().stats()
         with self._asking:
             futures = self._asked = {rank: Future() for rank in ([] if self.closed else self.links)}
@@ -305,7 +313,7 @@ class Front(RankEngine):
                 self._send_to(rank, "stats")
             done, _ = wait(futures.values(), timeout=1.0)  # a rank that is gone is found out elsewhere
         for theirs in (future.result() for future in done):
-            own |= {name: own[name] + n for name, n in theirs.items() if name != "steps"}
+            own |= {name: own[name] + n for name, n in theirs.items() if name not in SHARED}
         return own
 
     def close(self) -> None:
@@ -424,9 +432,10 @@ def _take(engine: RankEngine, link: Link, requests: list[Request]) -> None:
             handle.subscribe(partial(tell, handle))
 
 
-def engine_at(seat: Seat, group: Group) -> Callable[..., RankEngine]:
+def engine_at(seat: Seat, group: Group, rebalancer: Rebalancer | None) -> Callable[..., RankEngine]:
     """What makes the engine of a rank."""
-    return partial(RankEngine, group=group) if seat.rank else partial(Front, group=group, seat=seat)
+    given = {"group": group, "rebalancer": rebalancer}
+    return partial(RankEngine, **given) if seat.rank else partial(Front, **given, seat=seat)
 
 
 # ---- who is where ------------------------------------------------------------------------------------------

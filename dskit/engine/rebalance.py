@@ -32,7 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dskit.engine import eplb
-from dskit.engine.exchange import Exchange, Peers, SlotMap
+from dskit.engine.config import EngineConfig
+from dskit.engine.exchange import Exchange, Peers, SlotMap, attach
+from dskit.model import Model
 
 logger = logging.getLogger("dskit.engine")
 
@@ -71,8 +73,8 @@ class Parcel:
         self.sent, self.received = ([sum(row[0] == rank for row in rows) for rank in range(peers.size)]
                                     for rows in (out, come))
         self.out = self._take([source - first for _, _, source in out])
-        self.rows = torch.cat((self.out.new_empty(len(come), self.out.shape[1]),
-                               self._take([source for source, _ in copies])))
+        self.rows = self.out.new_empty(len(come) + len(copies), self.out.shape[1])
+        self.rows[len(come) :] = self._take([source for source, _ in copies])
 
     @property
     def arriving(self) -> Tensor:
@@ -117,7 +119,7 @@ class Rebalancer:
             exchange.load = now_P
         self.interval, self.min_balance, self.algorithm = interval, min_balance, algorithm
         self.steps, self._next = 0, max(1, interval // 4) if interval else None
-        self.balance, self.rows_LE = 1.0, None
+        self.balance, self.rows_LE = 1.0, torch.zeros(len(own), self._E, dtype=torch.int64)
         """Of the last look: over all layers; rows that each expert received in the window."""
         self.records: deque[Record] = deque(maxlen=64)
         self._totals = {"eplb_rebalances": 0, "eplb_failures": 0, "eplb_moved_bytes": 0, "eplb_stall_ms": 0.0}
@@ -125,6 +127,13 @@ class Rebalancer:
         self._plan: Future | None = None  # there
         self._adopt_at: int | None = None  # the step after which its plan is sent to all
         self._moves: deque[tuple[int, Tensor]] = deque()  # layer, its next phys2log
+
+    @classmethod
+    def of(cls, model: Model, peers: Peers, cfg: EngineConfig) -> Rebalancer:
+        """For a rank's part of a model, whose MoE layers get their exchanges."""
+        exchanges = attach(model, peers, cfg.num_redundant_experts)
+        return cls(model, exchanges, interval=cfg.eplb_interval if cfg.enable_eplb else None,
+                   min_balance=cfg.eplb_min_balance, algorithm=cfg.eplb_algorithm)
 
     def stats(self) -> dict[str, float]:
         """The balance at the last look; rebalances, failures, and what they have cost this rank."""

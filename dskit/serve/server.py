@@ -144,7 +144,8 @@ def main(args: Any) -> int:
     say(f"loading {args.model} ...")
     begin = time.perf_counter()
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    names += ("enable_prefix_caching", "exact_prefix")
+    names += ("enable_prefix_caching", "exact_prefix", "num_redundant_experts", "enable_eplb")
+    names += ("eplb_interval", "eplb_min_balance", "eplb_algorithm")
     with (
         listening,
         LLM(

@@ -43,6 +43,15 @@ def test_tables_grow_to_the_size_asked_for():
     assert grown.engram_layer_ids == config.engram_layer_ids
 
 
+@pytest.mark.slow
+def test_a_rebalance_on_two_ranks_is_told(capsys):
+    flags = ["--running", "2", "--steps", "10", "--device", "cpu", "--ep", "2", "--json"]
+    assert cli.main(["bench", "engine", *flags]) == 0
+    row = json.loads(capsys.readouterr().out)["eplb"]
+    assert row["ranks"] == 2 and 0 < row["before"] < 1 and 0 < row["after"] <= 1
+    assert row["layers"] > 0 and row["moved_bytes"] > 0 and row["stall_ms"] > 0
+
+
 def test_so_many_requests_run_at_any_time():
     traffic = engine.Traffic(5, 0)
     kinds = [traffic.step()[0] for _ in range(1200)]

@@ -30,6 +30,12 @@ def test_sizes_follow_the_model():
         ({"keep_tokens": -7}, "keep_tokens is -7"),
         ({"tensor_parallel": 2}, "tensor_parallel is no setting of the engine"),
         ({"prefill_interval": True}, "prefill_interval is True"),
+        ({"enable_eplb": True}, "enable_eplb is True, but one rank has all experts"),
+        ({"num_redundant_experts": 2}, "num_redundant_experts is 2, but one rank"),
+        ({"num_redundant_experts": -1, "ep": 2}, "num_redundant_experts is -1"),
+        ({"eplb_interval": 0}, "eplb_interval is 0"),
+        ({"eplb_min_balance": 1.5}, "eplb_min_balance is 1.5"),
+        ({"eplb_algorithm": "greedy"}, "'greedy'; choose one of step-aware, classic"),
     ],
     ids=str,
 )

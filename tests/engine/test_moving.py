@@ -1,0 +1,83 @@
+"""Experts move between ranks under a running load: the tokens stay what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dskit import LLM, checkpoint
+from dskit.engine import rebalance
+from dskit.engine.rebalance import Rebalancer
+from tests.engine.test_ranks import CASES, SETTINGS, answers
+
+EPLB = {"enable_eplb": True, "num_redundant_experts": 2, "eplb_interval": 2, "eplb_min_balance": 1.0}
+
+
+def opened(case: str, ranks: int, **more) -> LLM:
+    """The small model on so many ranks."""
+    return LLM("tiny", dp=ranks, ep=ranks, **SETTINGS, **CASES[case], **more)
+
+
+def slots_hold_their_experts(llm, **kind) -> bool:
+    """Whether the weights of this rank's slots are those that its maps name, bit for bit."""
+    whole, here = checkpoint.load("tiny", device="cpu", **kind), llm.engine.rebalancer
+    for layer, (exchange, experts) in enumerate(zip(here.exchanges, here.experts, strict=True)):
+        mine = exchange.map.phys2log[: exchange.slots].tolist()
+        every = rebalance.stacks_of(whole.layers[layer].ffn.experts)
+        for found, wanted in zip(rebalance.stacks_of(experts), every, strict=True):
+            if not torch.equal(found, wanted[mine]):
+                return False
+    return True
+
+
+def test_no_token_changes_while_experts_move_and_one_move_fails(monkeypatch):
+    """The third layer to move fails on rank 0; after ten intervals of rest it goes on."""
+    pack, calls = Rebalancer._pack, []
+
+    def fail_once(self, layer, new):
+        calls.append(layer)
+        if len(calls) == 3:
+            raise MemoryError("no room for the staging buffer")
+        return pack(self, layer, new)
+
+    with opened("release", 1) as alone:
+        wanted = answers(alone, 5, 4)
+    with opened("release", 2, **EPLB) as llm:
+        monkeypatch.setattr(Rebalancer, "_pack", fail_once)
+        for _ in range(12):
+            assert answers(llm, 5, 4) == wanted
+            stats, rows = llm.stats(), llm.expert_rows()
+            if stats["eplb_rebalances"] > 1:
+                break
+        assert slots_hold_their_experts(llm, numerics="release", batch_invariant=True)
+    assert stats["eplb_failures"] == 1 and stats["eplb_rebalances"] > 1 and stats["eplb_moved_bytes"] > 0
+    assert 0 < stats["eplb_balance"] <= 1 and rows.sum() > 0 and len(calls) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_rebalances_under_load(case, ranks, monkeypatch):
+    """With drafts and without; one of them fails half-way."""
+    pack, moves = Rebalancer._pack, []
+
+    def fail_once(self, layer, new):
+        moves.append(layer)
+        if len(moves) == 20:
+            raise MemoryError("no room for the staging buffer")
+        return pack(self, layer, new)
+
+    monkeypatch.setattr(Rebalancer, "_pack", fail_once)
+    with opened(case, 1) as alone:
+        wanted = {seed: answers(alone, seed, 9) for seed in range(4)}
+    with opened(case, ranks, **EPLB) as llm:
+        turn = 0
+        while llm.stats()["eplb_rebalances"] < 20:
+            assert answers(llm, turn % 4, 9) == wanted[turn % 4], turn
+            turn += 1
+            assert turn < 200
+        stats = llm.stats()
+        kind = {name: value for name, value in CASES[case].items() if name != "speculate"}
+        assert slots_hold_their_experts(llm, **kind)
+    assert stats["eplb_failures"] == 1
