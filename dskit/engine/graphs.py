@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dskit import ops
 from dskit.layers.indexer import Segment
 from dskit.model import Step
 
@@ -81,11 +82,13 @@ class Graphs:
         self.counts["eager_steps" if logits is None else "graph_steps"] += 1
         return None if logits is None else logits[:rows].clone()
 
+    @torch.inference_mode()
     def recapture(self) -> int:
         """Capture every graph again, as other kernels were chosen; how many there are now."""
         keys = list(self.graphs)
         self.graphs.clear()
-        return sum(self._graph(key) is not None for key in keys)
+        with ops.step("decode"):
+            return sum(self._graph(key) is not None for key in keys)
 
     def _graph(self, key: tuple[int, int]) -> Graph | None:
         """The graph of a size, captured now if it is new; None if that failed."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dskit import checkpoint
+from dskit import checkpoint, ops
 from dskit.engine import graphs
 from dskit.engine.llm import LLM
 from dskit.engine.seq import SamplingParams
@@ -24,6 +24,7 @@ class Backend:
 
     def capture(self, work):
         self.captured += 1
+        assert ops._state.phase == "decode"  # else the kernels of another phase would be captured
         if self.captured in self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         out = work()
