@@ -106,4 +106,5 @@ def test_runs_twice_in_one_kernel_without_a_network_and_becomes_a_page(name, tmp
     notebook.cells = notebook.cells[: length + 1]
     page, _ = HTMLExporter().from_notebook_node(notebook)
     pictures = re.findall(r"<img [^>]*>", page)
-    assert len(pictures) >= 3 and all(re.search('alt="[^"]{40}', picture) for picture in pictures)
+    worded = [re.search(r'alt=\\?"[^"]{40}', picture) for picture in pictures]  # escaped in a widget's state
+    assert len(pictures) >= 3 and all(worded)
