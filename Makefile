@@ -4,8 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(PYTHON) tools/install.py
 export PIP_ARGS
-# tests that start servers, browsers and kernels want the machine for themselves
-ALONE := tests/serve tests/notebooks tests/cli
+# tests that start servers, browsers and measurements want the machine for themselves
+ALONE := tests/serve $(wildcard tests/cli/test_bench*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-gpu notebooks lab lint bench soak

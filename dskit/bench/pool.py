@@ -20,6 +20,7 @@ Source
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -130,7 +131,8 @@ class Process:
         process, self.process = self.process, None
         if process is not None:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # `read` has just seen it end
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

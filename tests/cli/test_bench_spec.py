@@ -34,6 +34,7 @@ def document(tmp_path_factory):
     return json.loads(printed.getvalue()), json.loads((folder / "bench.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_document_has_the_keys_that_others_read(document):
     found, kept = document
     assert {name: value for name, value in found.items() if name != "env"} == kept
@@ -52,6 +53,7 @@ def test_the_document_has_the_keys_that_others_read(document):
     assert found["block_step"] >= 1 and "decode steps" in found["env"]["interval"]
 
 
+@pytest.mark.slow
 def test_the_tables_say_it_too(document, capsys):
     spec.show(document[0])
     printed = capsys.readouterr().out

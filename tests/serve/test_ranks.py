@@ -28,6 +28,7 @@ def ask(url: str, **fields) -> httpx.Response:
     return httpx.post(f"{url}/completions", json=BODY | fields, timeout=60)
 
 
+@pytest.mark.slow  # tests/engine/test_ranks.py kills a rank in the default run
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="child processes are found in /proc")
 def test_two_ranks_answer_at_one_address_and_a_stuck_one_ends_the_server():
     command = [sys.executable, *COMMAND, "--port", "0", "--distributed-timeout-seconds", "8"]

@@ -62,6 +62,7 @@ def test_it_learns_through_all_stages_and_the_checkpoint_holds_what_it_learned(l
             torch.testing.assert_close(p.float(), stored[name].float(), rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.slow
 def test_a_batch_seen_again_and_again_is_learned(config, tokenizer, tmp_path):
     run = trainer(config, tokenizer, tmp_path, replace(RECIPE, steps=40))
     batch = data.batch(tokenizer, 0, 0, 512, 1)
