@@ -128,6 +128,7 @@ def test_a_block_in_training_is_the_block_of_serving(run, tokenizer, tmp_path):
     torch.testing.assert_close(served[0], taught[0], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_where_it_stopped(source, tokenizer, tmp_path):
     def to(step, one):
         for batch in one.batches():
