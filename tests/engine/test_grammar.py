@@ -296,9 +296,9 @@ def test_an_end_can_not_be_ignored():
 
 @pytest.mark.slow
 def test_the_limit_of_compilation_holds_for_a_real_bomb(tiny, monkeypatch):
-    monkeypatch.setattr(grammar, "TIMEOUT", 2.0)
+    monkeypatch.setattr(grammar, "TIMEOUT", 0.2)
     monkeypatch.setitem(grammar.MAX_BYTES, "regex", 10_000)
     begin = time.monotonic()
-    with pytest.raises(RequestError, match="could not be compiled within 2 s"):
+    with pytest.raises(RequestError, match="could not be compiled within 0.2 s"):
         tiny.submit(IDS[:3], asking(regex="|".join(f"[a-z]{{{i}}}x" for i in range(1, 400))))
     assert time.monotonic() - begin < 10
