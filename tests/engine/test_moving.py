@@ -30,6 +30,7 @@ def slots_hold_their_experts(llm, **kind) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_no_token_changes_while_experts_move_and_one_move_fails(monkeypatch):
     """The third layer to move fails on rank 0; after ten intervals of rest it goes on."""
     pack, calls = Rebalancer._pack, []

@@ -70,6 +70,7 @@ def test_a_batch_seen_again_and_again_is_learned(config, tokenizer, tmp_path):
     assert losses[-1] < 0.95 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(config, tokenizer, tmp_path):
     whole = to(3, trainer(config, tokenizer, tmp_path))  # into the stage of sparse attention
     to(1, trainer(config, tokenizer, tmp_path)).save_state()
