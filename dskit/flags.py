@@ -118,11 +118,19 @@ class ChatArgs(ModelArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencyArgs(ModelArgs):
-    """Time one stream and eight: time to first token, tokens per second, beside transformers."""
+class BenchArgs(ModelArgs):
+    """What every measurement of a model takes."""
 
     json: bool = False
     """Print one JSON document instead of the table."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyArgs(BenchArgs):
+    """Time one stream and eight: time to first token, tokens per second, beside transformers."""
+
     output_len: int = 64
     """Tokens generated per stream."""
     repeats: int = 3
@@ -131,12 +139,10 @@ class LatencyArgs(ModelArgs):
     """Measure one stream a second time with compiled ops, their compile time apart."""
     peer: bool = True
     """Measure transformers on a V4 model of the same widths in the same run."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecArgs(ModelArgs):
+class SpecArgs(BenchArgs):
     """Measure a draft: tokens per round by skill, calibration, and tokens per second with and without it."""
 
     prompts: Annotated[int, arg(metavar="N")] = 20
@@ -149,10 +155,6 @@ class SpecArgs(ModelArgs):
     """Times that each way is measured at each load, in turn; the median is shown."""
     save: bool = False
     """Put the fitted temperatures beside the checkpoint and the cost of rows where this machine keeps it."""
-    json: bool = False
-    """Print one JSON document instead of tables."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +210,9 @@ class TuneArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs(ModelArgs):
+class EngineArgs(BenchArgs):
     """Time what a step costs beside the model; on a GPU also for how long it has nothing to do."""
 
-    json: bool = False
-    """Print one JSON document instead of the table."""
     running: int = 256
     """Requests that decode at any time while the scheduler is timed."""
     steps: int = 400
@@ -221,12 +221,10 @@ class EngineArgs(ModelArgs):
     """Also let so many ranks share the experts, and tell what it gains and takes to move them."""
     engram_gb: Annotated[tuple[float, ...], arg(metavar="GB")] = ()
     """Give the model random n-gram tables of these sizes, and look them up; by default its own."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputArgs(ModelArgs):
+class ThroughputArgs(BenchArgs):
     """Time prompts that are all there at once: tokens per second."""
 
     num_prompts: Annotated[int, arg(metavar="N")] = 32
@@ -237,14 +235,10 @@ class ThroughputArgs(ModelArgs):
     """Tokens generated for each."""
     repeats: Annotated[int, arg(metavar="N")] = 3
     """Runs; the median is shown, with the spread."""
-    json: bool = False
-    """Print one JSON document instead of the table."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillArgs(ModelArgs):
+class PrefillArgs(BenchArgs):
     """Time new tokens behind a cached beginning, at several numbers of requests."""
 
     cached_len: Annotated[int, arg(metavar="N")] = 1024
@@ -255,14 +249,10 @@ class PrefillArgs(ModelArgs):
     """Requests at a time."""
     repeats: Annotated[int, arg(metavar="N")] = 3
     """Batches that are timed, after one; the median is shown."""
-    json: bool = False
-    """Print one JSON document instead of the table."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeArgs(ModelArgs):
+class DecodeArgs(BenchArgs):
     """Time the steps in which so many requests decode."""
 
     context_len: Annotated[int, arg(metavar="N")] = 1024
@@ -271,26 +261,18 @@ class DecodeArgs(ModelArgs):
     """Requests at a time."""
     steps: Annotated[int, arg(metavar="N")] = 50
     """Steps that are timed, after ten."""
-    json: bool = False
-    """Print one JSON document instead of the table."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartupArgs(ModelArgs):
+class StartupArgs(BenchArgs):
     """Time a new process until its first token: import, load, generate."""
 
     repeats: Annotated[int, arg(metavar="N")] = 3
     """Processes; the median is shown, with the spread."""
-    json: bool = False
-    """Print one JSON document instead of the table."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingArgs(ModelArgs):
+class ServingArgs(BenchArgs):
     """Time what clients of a server see: time to first token, per token, to the end."""
 
     url: Text = None
@@ -311,10 +293,6 @@ class ServingArgs(ModelArgs):
     """Limits that a good request keeps, for example ttft:500 tpot:50."""
     repeats: Annotated[int, arg(metavar="N")] = 3
     """Runs, after one to warm up; the median is shown."""
-    json: bool = False
-    """Print one JSON document instead of the table."""
-    result_dir: Folder = None
-    """Write run.json and bench.json into a new folder in here, for example profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)

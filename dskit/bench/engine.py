@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from dskit import checkpoint, traces
-from dskit.bench.environment import header, write
-from dskit.bench.latency import say
+from dskit.bench.environment import deliver, header, say
 from dskit.chat import Tokenizer
 from dskit.checkpoint import locate
 from dskit.config import ModelConfig, preset
@@ -47,14 +46,7 @@ PLACED = ("device", "host", "mmap")  # placements that one rank can have
 
 def main(args: Any, command: str) -> int:
     """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
-    report = measure(args)
-    if args.result_dir:
-        say(f"written to {write(report, args.result_dir, 'engine', command)}")
-    if args.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    return 0
+    return deliver(measure(args), args, "engine", command, show)
 
 
 def measure(args: Any) -> dict[str, Any]:

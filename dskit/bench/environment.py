@@ -11,6 +11,8 @@ import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -78,6 +80,23 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def say(line: str) -> None:
+    """One line of progress on stderr."""
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+def deliver(report: dict[str, Any], args: Any, label: str, command: str,
+            show: Callable[[dict[str, Any]], None]) -> int:
+    """Keep a report where `--result-dir` says, then print it, as JSON where asked; the exit status.
+
+    label, command: of the folder, and the command line for its header.
+    """
+    if args.result_dir:
+        say(f"written to {write(report, args.result_dir, label, command)}")
+    print(json.dumps(report)) if args.json else show(report)
+    return 0
 
 
 def write(report: dict[str, Any], result_dir: str, label: str, command: str) -> Path:

@@ -12,10 +12,8 @@ one that warms up.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dskit import chat, ops
-from dskit.bench.environment import environment, write
+from dskit.bench.environment import deliver, environment, say
 from dskit.bench.peer import Run, transformers_run
 from dskit.engine.llm import LLM
 from dskit.engine.seq import SamplingParams
@@ -38,19 +36,9 @@ INTERVAL = "from the call of generate to each token, in the calling process; war
 
 
 def main(args: Any, command: str) -> int:
-    """Measure, print a table or one JSON document, and keep the result where `--result-dir` says.
-
-    command: the command line, for the header of what is kept.
-    """
+    """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
     report = measure(args)
-    if args.result_dir:
-        label = f"{report['model']}-{args.device or 'default'}-latency"
-        say(f"written to {write(report, args.result_dir, label, command)}")
-    if args.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    return 0
+    return deliver(report, args, f"{report['model']}-{args.device or 'default'}-latency", command, show)
 
 
 def measure(args: Any) -> dict[str, Any]:
@@ -229,11 +217,6 @@ def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def say(line: str) -> None:
-    """One line of progress on stderr."""
-    print(f"bench: {line}", file=sys.stderr, flush=True)
 
 
 def show(report: dict[str, Any]) -> None:

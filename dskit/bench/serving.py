@@ -22,17 +22,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import mean, median, quantiles
 from typing import Any
 
 import httpx
 
-from dskit.bench.environment import header, write
-from dskit.bench.latency import say
+from dskit.bench.environment import deliver, header, say
 from dskit.bench.steps import Report, flags, model_name, show
 
+LIMITED = ("ttft", "tpot", "e2el")  # what --goodput may limit: a figure of each request
 METRICS = ("ttft", "tpot", "itl", "e2el")
 INTERVAL = "from each HTTP call to its events, in a process beside the server; a first run is left out"
 
@@ -40,15 +40,12 @@ INTERVAL = "from each HTTP call to its events, in a process beside the server; a
 def main(args: Any, command: str) -> int:
     """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
     report = {"bench": "serve"} | measure(args)
-    if args.result_dir:
-        label = f"{report['model']}-serve"
-        say(f"written to {write(report, args.result_dir, label, command)}")
-    print(json.dumps(report)) if args.json else show(report)
-    return 0
+    return deliver(report, args, f"{report['model']}-serve", command, show)
 
 
 def measure(args: Any) -> Report:
     """The whole report for parsed flags (`dskit.flags.ServingArgs`)."""
+    limits(args.goodput)
     with contextlib.nullcontext(args.url) if args.url else _server(args) as url:
         card = httpx.get(f"{url}/models").raise_for_status().json()["data"][0]
         length = args.prefix_len + args.input_len + args.output_len
@@ -65,6 +62,20 @@ def measure(args: Any) -> Report:
     row["output_tok_s_spread"] = [min(speeds), max(speeds)]
     env = header(args.device or "cpu", *flags(args), INTERVAL)
     return {"env": env, "model": model_name(args), "rows": [row]}
+
+
+def limits(goodput: Iterable[str]) -> dict[str, float]:
+    """`--goodput ttft:500 tpot:50` as milliseconds by name; ValueError for what is no such limit."""
+    found = {}
+    for limit in goodput:
+        name, _, most = limit.partition(":")
+        try:
+            found[name] = float(most)
+        except ValueError:
+            raise ValueError(f"--goodput {limit!r} has no milliseconds; write it as ttft:500") from None
+        if name not in LIMITED:
+            raise ValueError(f"--goodput limits {name!r}; there are {', '.join(LIMITED)}")
+    return found
 
 
 def _words(draw: random.Random, count: int) -> list[int]:
@@ -144,14 +155,14 @@ async def _ask(client: httpx.AsyncClient, url: str, model: str, prompt: list[int
 def _row(args: Any, answers: list[Answer], took: float) -> Report:
     """The figures of one run."""
     each = [answer.metrics() for answer in answers]
-    values = {name: [one[name] for one in each] for name in ("ttft", "tpot", "e2el")}
+    values = {name: [one[name] for one in each] for name in LIMITED}
     values["itl"] = [1e3 * (b - a) for x in answers for a, b in zip(x.events, x.events[1:], strict=False)]
     prompt = sum(answer.usage["prompt_tokens"] for answer in answers)
     new = sum(answer.usage["completion_tokens"] for answer in answers)
     details = [answer.usage.get("prompt_tokens_details") or {} for answer in answers]
     cached = sum(one.get("cached_tokens", 0) for one in details)
-    limits = dict(limit.split(":") for limit in args.goodput)
-    good = sum(all(one[name] <= float(most) for name, most in limits.items()) for one in each)
+    kept = limits(args.goodput).items()
+    good = sum(all(one[name] <= most for name, most in kept) for one in each)
     row = {"requests": len(answers), "seconds": took, "requests_per_s": len(answers) / took,
            "output_tok_s": new / took, "total_tok_s": (new + prompt) / took, "hit_ratio": cached / prompt,
            "goodput": good / took}

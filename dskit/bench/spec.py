@@ -16,7 +16,6 @@ Source: dspark.md 9.2, 9.3.
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -25,8 +24,7 @@ from statistics import mean, median
 from typing import Any
 
 from dskit import chat, checkpoint
-from dskit.bench.environment import environment, write
-from dskit.bench.latency import say
+from dskit.bench.environment import deliver, environment, say
 from dskit.engine.llm import LLM
 from dskit.engine.runner import Work
 from dskit.engine.seq import RoundRecord, SamplingParams
@@ -44,10 +42,7 @@ CALIBRATION_SEED = 1000  # added to the seed of the prompts that are measured
 def main(args: Any, command: str) -> int:
     """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
     report = measure(args)
-    if args.result_dir:
-        say(f"written to {write(report, args.result_dir, report['model'] + '-spec', command)}")
-    print(json.dumps(report)) if args.json else show(report)
-    return 0
+    return deliver(report, args, f"{report['model']}-spec", command, show)
 
 
 def measure(args: Any) -> dict[str, Any]:

@@ -23,8 +23,8 @@ import time
 from statistics import mean, median, quantiles
 from typing import Any
 
-from dskit.bench.environment import environment, header, write
-from dskit.bench.latency import Prompts, say
+from dskit.bench.environment import deliver, environment, header, say
+from dskit.bench.latency import Prompts
 from dskit.engine.llm import LLM
 from dskit.engine.seq import SamplingParams, Usage
 
@@ -37,11 +37,7 @@ def main(args: Any, command: str) -> int:
     name = type(args).__name__.removesuffix("Args").lower()
     report = {"bench": name} | {"throughput": throughput, "prefill": prefill, "decode": decode,
                                 "startup": startup}[name](args)
-    if args.result_dir:
-        label = f"{report['model']}-{name}"
-        say(f"written to {write(report, args.result_dir, label, command)}")
-    print(json.dumps(report)) if args.json else show(report)
-    return 0
+    return deliver(report, args, f"{report['model']}-{name}", command, show)
 
 
 def throughput(args: Any) -> Report:

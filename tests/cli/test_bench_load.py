@@ -71,6 +71,12 @@ def test_percentiles_and_goodput():
     assert row["itl_p50_ms"] == pytest.approx(200) and row["output_tok_s"] == 6
 
 
+@pytest.mark.parametrize(("limit", "says"), [("ttft500", "write it as ttft:500"), ("itl:5", "ttft, tpot")])
+def test_a_limit_that_is_none_is_refused_before_anything_starts(capsys, limit, says):
+    assert cli.main(["bench", "serve", "tiny", "--goodput", limit]) == 1
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_startup_and_a_server_of_its_own(capsys, tmp_path):
     (row,) = run(capsys, tmp_path / "a", "startup", "--repeats", "1")

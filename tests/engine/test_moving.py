@@ -30,21 +30,27 @@ def slots_hold_their_experts(llm, **kind) -> bool:
     return True
 
 
-@pytest.mark.slow
-def test_no_token_changes_while_experts_move_and_one_move_fails(monkeypatch):
-    """The third layer to move fails on rank 0; after ten intervals of rest it goes on."""
+def failing(monkeypatch, which: int) -> list[int]:
+    """Let one of the moves of a layer fail on this rank; the layers that were to move."""
     pack, calls = Rebalancer._pack, []
 
     def fail_once(self, layer, new):
         calls.append(layer)
-        if len(calls) == 3:
+        if len(calls) == which:
             raise MemoryError("no room for the staging buffer")
         return pack(self, layer, new)
 
+    monkeypatch.setattr(Rebalancer, "_pack", fail_once)
+    return calls
+
+
+@pytest.mark.slow
+def test_no_token_changes_while_experts_move_and_one_move_fails(monkeypatch):
+    """The third layer to move fails on rank 0; after ten intervals of rest it goes on."""
     with opened("release", 1) as alone:
         wanted = answers(alone, 5, 4)
     with opened("release", 2, **EPLB) as llm:
-        monkeypatch.setattr(Rebalancer, "_pack", fail_once)
+        calls = failing(monkeypatch, 3)
         for _ in range(12):
             assert answers(llm, 5, 4) == wanted
             stats, rows = llm.stats(), llm.expert_rows()
@@ -61,15 +67,7 @@ def test_no_token_changes_while_experts_move_and_one_move_fails(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_rebalances_under_load(case, ranks, monkeypatch):
     """With drafts and without; one of them fails half-way."""
-    pack, moves = Rebalancer._pack, []
-
-    def fail_once(self, layer, new):
-        moves.append(layer)
-        if len(moves) == 20:
-            raise MemoryError("no room for the staging buffer")
-        return pack(self, layer, new)
-
-    monkeypatch.setattr(Rebalancer, "_pack", fail_once)
+    failing(monkeypatch, 20)
     with opened(case, 1) as alone:
         wanted = {seed: answers(alone, seed, 9) for seed in range(4)}
     with opened(case, ranks, **EPLB) as llm:
