@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from dskit.viz.figures.page import SAND, SLATE, STONE, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import write
+from dskit.viz.figures.page import SAND, SLATE, STONE, YELLOW, Picture, Rows, theme
+from dskit.viz.figures.pieces import titled, write
 
 # a hue (None: the ink), a dash and a mark each, so that no two lines are told apart by colour alone
 STYLES = ((None, "-", "o"), (SAND, "--", "s"), (STONE, ":", "^"), (YELLOW, "-.", "D"), (SLATE, "--", "v"))
@@ -26,8 +26,7 @@ def loss_curves(rows: Rows, title: str = "Loss while training") -> Picture:
     for row in rows:
         points[row["what"]][row["step"]].append(row["loss"])
     alt = f"{title}. " + "; ".join(_say_curve(what, curve) for what, curve in points.items())
-    picture, page = canvas(9.5, 4.4, alt)
-    write(page, 3, 41, title, fontsize=12, fontweight="bold")
+    picture, page = titled(9.5, 4.4, title, alt)
     axes = _chart(picture, (0.075, 0.13, 0.6, 0.74))
     axes.set_xlabel("step")
     axes.set_ylabel("loss of answers, nats per token")
@@ -64,8 +63,7 @@ def ablation_effects(rows: Rows, title: str = "How much worse without one mechan
         raise ValueError("rows is empty; give at least one model")
     alt = f"{title}. " + "; ".join(map(_say_effect, rows))
     height = 1.25 + 0.5 * len(rows)
-    picture, page = canvas(10, height, alt)
-    write(page, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, page = titled(10, height, title, alt)
     axes = _chart(picture, (0.43, 0.62 / height, 0.4, 1 - 1.25 / height))
     axes.axvline(0, color=theme().faint, linewidth=1)
     axes.set_ylim(len(rows) - 0.4, -0.6)

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from dskit.viz.figures.page import BLUE, SAND, SLATE, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, write
+from dskit.viz.figures.page import BLUE, SAND, SLATE, Picture, Rows, theme
+from dskit.viz.figures.pieces import box, titled, write
 
 SHOWN = 10  # rounds that are drawn; the rest only counts
 CELL = 8.2  # room of a token
@@ -26,9 +26,8 @@ def acceptance(rows: Rows, title: str = "What became of the guesses") -> Picture
     guesses = len(rows[0]["drafted"])
     shown = rows[:SHOWN]
     height = 1.9 + max(0.42 * len(shown), 3.4)
-    picture, axes = canvas(10.5, height, _describe(rows, title))
+    picture, axes = titled(10.5, height, title, _describe(rows, title))
     top = 10 * height
-    write(axes, 2, top - 4, title, fontsize=12, fontweight="bold")
     for i, row in enumerate(shown):
         _round(axes, top - 13 - 4.2 * i, i, row)
     if len(rows) > SHOWN:

@@ -6,8 +6,8 @@ from collections import Counter
 
 from matplotlib.axes import Axes
 
-from dskit.viz.figures.page import BLUE, SAND, SLATE, STONE, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, on, write
+from dskit.viz.figures.page import BLUE, SAND, SLATE, STONE, YELLOW, Picture, Rows, theme
+from dskit.viz.figures.pieces import box, on, titled, write
 
 FILLS = (SAND, SLATE, YELLOW, BLUE, STONE)  # of requests in turn; letters tell apart what colours repeat
 PER_LINE = 16
@@ -51,8 +51,7 @@ def cache_map(rows: Rows, kinds: dict[str, int] | None = None, title: str = "Cac
     alt = ". ".join(filter(None, (f"{title}: {len(rows)} blocks, {said}", each, sizes))) + "."
     lines = -(-len(rows) // PER_LINE)
     height = 1.7 + 0.42 * lines + 0.25 * len(letters)
-    picture, axes = canvas(9.5, height, alt)
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, alt)
     for i, row in enumerate(rows):
         x, y = 2 + 5.6 * (i % PER_LINE), 10 * height - 11 - 4.2 * (i // PER_LINE)
         _cell(axes, x, y, row, letters)
@@ -91,8 +90,7 @@ def request_lives(rows: Rows, title: str = "A request's life") -> Picture:
     first, last = min(row["step"] for row in rows), max(row["step"] for row in rows)
     alt = f"{title}, steps {first} to {last}. " + "; ".join(_life(name, rows) for name in names)
     height = 1.75 + 0.5 * len(names)
-    picture, axes = canvas(10, height, alt)
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(10, height, title, alt)
     left, each = 14.0, 82 / (last - first + 1)
     for i, name in enumerate(names):
         y = 10 * height - 11.5 - 5 * i

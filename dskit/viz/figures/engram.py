@@ -6,8 +6,8 @@ from textwrap import shorten
 
 from matplotlib.axes import Axes
 
-from dskit.viz.figures.page import BLUE, SAND, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import arrow, box, shade, visible, write
+from dskit.viz.figures.page import BLUE, SAND, YELLOW, Picture, Rows, theme
+from dskit.viz.figures.pieces import arrow, box, shade, titled, visible, write
 
 
 def ngram_lookup(rows: Rows, title: str = "Which rows one token looks up") -> Picture:
@@ -26,8 +26,7 @@ def ngram_lookup(rows: Rows, title: str = "Which rows one token looks up") -> Pi
     gates = ", ".join(f"{gate:.2f}" for gate in rows[0]["gates"])
     said = "; ".join(map(_say_lookup, grams, grams.values()))
     alt = f"{title}. {said}. {len(rows)} rows, {nbytes:,} bytes are read. Gates: {gates}."
-    picture, axes = canvas(9.5, height, alt)
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, alt)
     for i, (gram, found) in enumerate(grams.items()):
         y = 10 * height - 12 - 8.5 * i
         write(axes, 2, y + 1.5, f"{len(gram)}-gram", fontsize=8.5)
@@ -77,8 +76,7 @@ def gate_map(rows: Rows, title: str = "How far each stream lets the memory in") 
     said = "; ".join(f"{row['token']!r} {max(row['gates']):.2f}" for row in rows)
     alt = (f"{title}. {len(rows)} tokens, {streams} streams. The widest gate of each token: {said}. The "
            f"widest of all stands at {highest['token']!r}.")
-    picture, axes = canvas(9.5, height, alt)
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, alt)
     for i in range(streams):
         write(axes, 11, 10 * height - 13.3 - 3.4 * i, f"stream {i}", ha="right", fontsize=8)
     x = 12.0

@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from dskit.viz.figures.page import BLUE, SAND, SLATE, STONE, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, write
+from dskit.viz.figures.page import BLUE, SAND, SLATE, STONE, YELLOW, Picture, Rows, theme
+from dskit.viz.figures.pieces import box, titled, write
 
 
 def floor_shares(rows: Rows, title: str = "Share of the floor that each kernel reaches") -> Picture:
@@ -21,8 +21,7 @@ def floor_shares(rows: Rows, title: str = "Share of the floor that each kernel r
     if not rows:
         raise ValueError("rows is empty; give at least one op")
     height = 1.2 + 0.42 * len(rows)
-    picture, axes = canvas(10, height, f"{title}. " + "; ".join(map(_say_share, rows)))
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(10, height, title, f"{title}. " + "; ".join(map(_say_share, rows)))
     left, full, top = 24.0, 40.0, 10 * height - 8.0
     _floor_scale(axes, left, full, top, 4.2 * len(rows))
     for i, row in enumerate(rows):
@@ -90,8 +89,7 @@ def swap_board(rows: Rows, title: str = "What each group of ops runs") -> Pictur
     if not rows:
         raise ValueError("rows is empty; give at least one group")
     height = 1.35 + 0.34 * len(rows)
-    picture, axes = canvas(10, height, f"{title}. " + "; ".join(map(_say_choice, rows)))
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(10, height, title, f"{title}. " + "; ".join(map(_say_choice, rows)))
     left, width, top = 51.0, 28.0, 10 * height - 8.6
     for power in range(int(ERRORS[0]), int(ERRORS[1]) + 1):
         x = _error_at(10.0**power, left, width)
@@ -136,8 +134,7 @@ def op_bars(rows: Rows, steps_ms: Sequence[float] = (), title: str = "Where a st
         steps_ms) else ""
     alt = f"{title}. " + "; ".join(f"{r['label']}: {r['ms']:.2f} ms{_percent(r)}" for r in rows) + "." + spark
     height = 1.0 + 0.3 * len(rows) + (0.9 if len(steps_ms) else 0)
-    picture, axes = canvas(9.5, height, alt)
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, alt)
     largest = max(row["ms"] for row in rows) or 1.0
     for i, row in enumerate(rows):
         y, compiling = 10 * height - 9 - 3 * i, row["share"] is None
@@ -176,8 +173,7 @@ def op_timeline(rows: Rows, title: str = "One step, op by op") -> Picture:
         said.append(f"{lane}: {len(mine)} op calls in {last:.2f} ms, of which {names or 'none lit'} "
                     f"{sum(row['ms'] for row in lit):.2f} ms")
     height = 1.2 + 0.85 * len(lanes)
-    picture, axes = canvas(10, height, f"{title}. " + "; ".join(said))
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(10, height, title, f"{title}. " + "; ".join(said))
     scale = 94 / end
     for i, (lane, words) in enumerate(zip(lanes, said, strict=True)):
         y = 10 * height - 13 - 8.5 * i

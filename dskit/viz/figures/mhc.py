@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
-from dskit.viz.figures.page import SAND, SLATE, STONE, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, heat, on, write
+from dskit.viz.figures.page import SAND, SLATE, STONE, YELLOW, Picture, Rows, theme
+from dskit.viz.figures.pieces import box, heat, on, titled, write
 
 SPELLED_OUT = 8  # streams of a matrix whose values are written into its cells
 
@@ -21,8 +21,7 @@ def stream_flow(rows: Rows, title: str = "From streams to streams", inside: str 
         raise ValueError("rows is empty; give at least one stream")
     count = len(rows)
     height = 2.6 + 0.62 * count
-    picture, axes = canvas(9.5, height, f"{title}. {_say_flow(rows, inside)}")
-    write(axes, 3, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, f"{title}. {_say_flow(rows, inside)}")
     left, right, top, y = 24.0, 71.0, 10 * height - 12, 3.0
     at = [top - 6.2 * i for i in range(count)]
     box(axes, 39, y, 17, 6, YELLOW, inside, fontsize=9)
@@ -67,8 +66,7 @@ def mixing_matrices(rows: Rows, title: str = "Mixing matrices") -> Picture:
         raise ValueError("rows is empty; give at least one matrix")
     lines = -(-len(rows) // 4)
     height = 1.0 + 2.9 * lines
-    picture, axes = canvas(9.5, height, f"{title}. " + "; ".join(map(_say_matrix, rows)))
-    write(axes, 3, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, f"{title}. " + "; ".join(map(_say_matrix, rows)))
     for i, row in enumerate(rows):
         x, y = 3 + 23.2 * (i % 4), 10 * height - 30 - 29 * (i // 4)
         write(axes, x, y + 20.4, row["what"], fontsize=8.5)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 
-from dskit.viz.figures.page import SAND, SLATE, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import write
+from dskit.viz.figures.page import SAND, SLATE, YELLOW, Picture, Rows, theme
+from dskit.viz.figures.pieces import titled, write
 
 
 def memory_bars(rows: Rows, title: str = "Bytes that one token leaves in one layer") -> Picture:
@@ -18,8 +18,7 @@ def memory_bars(rows: Rows, title: str = "Bytes that one token leaves in one lay
         for row in rows
     )
     height = 0.85 + 0.72 * len(rows)
-    picture, axes = canvas(9.5, height, alt)
-    write(axes, 3, 10 * height - 4.5, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, alt)
     for i, row in enumerate(rows):
         y = 10 * height - 10.5 - 7.2 * i
         length = 70 * row["bytes"] / largest["bytes"]

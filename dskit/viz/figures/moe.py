@@ -6,8 +6,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
-from dskit.viz.figures.page import BLUE, SAND, SLATE, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, on, write
+from dskit.viz.figures.page import BLUE, SAND, SLATE, Picture, Rows, theme
+from dskit.viz.figures.pieces import box, on, titled, write
 
 
 def expert_flow(rows: Rows, experts: int, title: str = "Where each token goes") -> Picture:
@@ -22,8 +22,7 @@ def expert_flow(rows: Rows, experts: int, title: str = "Where each token goes") 
         for row in rows
     )
     height = 1.1 + 0.34 * max(len(rows), experts)
-    picture, axes = canvas(9.5, height, f"{title}. {said}")
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, f"{title}. {said}")
     low, high = 3.0, 10 * height - 10.0
     places = [_between(high, low, i, len(rows)) for i in range(len(rows))]
     homes = [_between(high, low, i, experts) for i in range(experts)]
@@ -66,8 +65,7 @@ def expert_load(rows: Rows, top: float | None = None, title: str = "Tokens per e
     )
     top = top or max(1, max(max(row["loads"]) for row in rows))
     height = 1.6 + 0.34 * len(rows)
-    picture, axes = canvas(10, height, alt)
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(10, height, title, alt)
     left, width, upper = 14.0, 58.0, 10 * height - 9.5
     experts = len(rows[0]["loads"])
     write(axes, left, upper + 1.2, "expert 0", fontsize=7.5, color=theme().faint)

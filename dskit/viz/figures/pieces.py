@@ -11,7 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyBboxPatch
 
-from dskit.viz.figures.page import Picture, theme
+from dskit.viz.figures.page import Picture, canvas, theme
+
+
+def titled(width: float, height: float, title: str, alt: str) -> tuple[Picture, Axes]:
+    """An empty picture with a title on top, and axes in which one unit is a tenth of an inch."""
+    picture, axes = canvas(width, height, alt)
+    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    return picture, axes
 
 
 def on(fill: str) -> str:

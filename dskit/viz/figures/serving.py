@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dskit.viz.figures.page import BLUE, SAND, SLATE, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import arrow, box, write
+from dskit.viz.figures.page import BLUE, SAND, SLATE, Picture, Rows, theme
+from dskit.viz.figures.pieces import arrow, box, titled, write
 
 FILLS = (BLUE, SLATE, SAND)  # of threads, in order of appearance
 
@@ -16,8 +16,7 @@ def request_path(rows: Rows, title: str = "The way of a request") -> Picture:
     if not rows:
         raise ValueError("rows is empty; give at least one stage")
     alt = f"{title}: " + ", then ".join(f"{r['what']} ({r['where']}, {r['thread']})" for r in rows)
-    picture, axes = canvas(10, 2.3, alt)
-    write(axes, 2, 19.5, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(10, 2.3, title, alt)
     threads = list(dict.fromkeys(row["thread"] for row in rows))
     fills = {thread: FILLS[i % len(FILLS)] for i, thread in enumerate(threads)}
     step = 96 / len(rows)

@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 
-from dskit.viz.figures.page import SAND, SLATE, YELLOW, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import heat, legend, write
+from dskit.viz.figures.page import SAND, SLATE, YELLOW, Picture, Rows, theme
+from dskit.viz.figures.pieces import heat, legend, titled, write
 
 LONGEST = 512  # positions that are drawn one by one; longer texts are drawn in groups
 
@@ -31,8 +31,7 @@ def query_reach(rows: Rows, title: str = "What one query reads") -> Picture:
     if not rows:
         raise ValueError("rows is empty; give at least one layer")
     height = 1.35 + 0.95 * len(rows)
-    picture, axes = canvas(9.5, height, f"{title}. " + "; ".join(map(_say_reach, rows)))
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, f"{title}. " + "; ".join(map(_say_reach, rows)))
     for i, row in enumerate(rows):
         _reach(axes, 10 * height - 12 - 9.5 * i, row)
     legend(axes, 13, 2.4, ((SLATE, "in the window"), (YELLOW, "chosen entry"), (None, "not read")))
@@ -94,8 +93,7 @@ def selection_mask(rows: Rows, title: str = "What each query reads") -> Picture:
     alt = (f"{title}. {tokens} queries, top to bottom, against as many tokens, left to right. The last query "
            f"has {window} tokens in its window and {len(last['chosen'])} chosen entries of {per} each; "
            f"together they cover {read} of {tokens} tokens.")
-    picture, axes = canvas(9.5, 6.0, alt)
-    write(axes, 3, 56, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, 6.0, title, alt)
     faint = theme().faint
     look = {"cmap": ListedColormap([faint + "30", SLATE, YELLOW, SAND]), "vmin": 0, "vmax": 3}
     _map(picture, axes, (13, 9, 45, 43), kinds, look)
@@ -141,8 +139,7 @@ def attention_map(rows: Rows, title: str = "Where one head looks") -> Picture:
         window[t, row["window"] : t + 1] = row["weights"]
         memory[t, _tokens(row["chosen"], row["ratio"])] = np.repeat(row["entries"], row["ratio"])
     sink = np.array([[row["sink"]] for row in rows])
-    picture, axes = canvas(9.5, 5.5, f"{title}. {_say_weights(rows)}")
-    write(axes, 3, 51, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, 5.5, title, f"{title}. {_say_weights(rows)}")
     look = {"vmin": 0, "vmax": 1}
     for left, values, name in ((9, window, "window"), (48, memory, "global memory")):
         write(axes, left, 47, name, fontsize=9)

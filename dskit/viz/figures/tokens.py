@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from dskit.viz.figures.page import SAND, SLATE, Picture, Rows, canvas, theme
-from dskit.viz.figures.pieces import box, visible, write
+from dskit.viz.figures.page import SAND, SLATE, Picture, Rows, theme
+from dskit.viz.figures.pieces import box, titled, visible, write
 
 
 def token_strips(rows: Rows, title: str = "What the model said") -> Picture:
@@ -18,8 +18,7 @@ def token_strips(rows: Rows, title: str = "What the model said") -> Picture:
     same = [f" = row {twin + 1}" if twin < i else "" for i, twin in enumerate(twins)]
     said = (f"{i + 1}, {row['label']}: {''.join(row['tokens'])!r}{same[i]}" for i, row in enumerate(rows))
     height = 0.8 + 0.46 * len(rows)
-    picture, axes = canvas(9.5, height, f"{title}. " + "; ".join(said))
-    write(axes, 2, 10 * height - 4, title, fontsize=12, fontweight="bold")
+    picture, axes = titled(9.5, height, title, f"{title}. " + "; ".join(said))
     for i, row in enumerate(rows):
         y = 10 * height - 11 - 4.6 * i
         write(axes, 2, y + 1.5, f"{i + 1}  {row['label']}", fontsize=8.5)
