@@ -27,7 +27,7 @@ Units
     token and m tile its row, from L2.
 
 Errors
-    ValueError names an argument whose shape does not fit; widths that are no multiple of a step are refused.
+    ValueError names an argument whose shape does not fit; widths that are no multiple of a group are refused.
 
 Numerics
     Both operands are exact in bfloat16, sums are float32.  Weights are restored times 2^-64, so that the
@@ -178,24 +178,37 @@ def _tiles_kernel(end_ptr, tile_ptr, E, BLOCK_N: tl.constexpr, BINS: tl.constexp
 
 
 @triton.jit
-def _spread_kernel(x_ptr, out_ptr, stride_x, D: tl.constexpr, CODES: tl.constexpr, STEP: tl.constexpr,
+def _spread_kernel(x_ptr, out_ptr, stride_x, WIDE, D: tl.constexpr, CODES: tl.constexpr, STEP: tl.constexpr,
                    BLOCK: tl.constexpr):
-    """Tokens in bfloat16, channels in the order in which their weights' codes come out of the words."""
+    """Tokens in bfloat16, channels in the order in which their weights' codes come out of the words, zeros up
+    to WIDE, the end of the last step.
+    """
     WORDS: tl.constexpr = STEP // CODES
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = d < D
-    x = ld(x_ptr + t * stride_x + d // STEP * STEP + d % WORDS * CODES + d % STEP // WORDS, inside)
-    tl.store(out_ptr + t * D + d, narrow(x, tl.bfloat16), mask=inside)
+    channel = d // STEP * STEP + d % WORDS * CODES + d % STEP // WORDS
+    x = ld(x_ptr + t * stride_x + channel, channel < D)
+    tl.store(out_ptr + t * WIDE + d, narrow(x, tl.bfloat16), mask=d < WIDE)
 
 
 # ---- the products ------------------------------------------------------------------------------------------
 
 @triton.jit
-def _read(w_row, s_row, step, STEP: tl.constexpr, CODES: tl.constexpr, SCALE_K: tl.constexpr):
+def _ahead(row_ptr, step, WIDTH: tl.constexpr, END: tl.constexpr):
+    """Of rows [rows, 1] of END elements those of one step, [rows, WIDTH]; zeros beyond the end."""
+    at = step * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if END % WIDTH == 0:
+        return tl.load(row_ptr + at)
+    else:
+        return tl.load(row_ptr + at, mask=at < END, other=0)
+
+
+@triton.jit
+def _read(w_row, s_row, step, K: tl.constexpr, STEP: tl.constexpr, CODES: tl.constexpr,
+          SCALE_K: tl.constexpr):
     """(words [rows, words], each word's scale byte) of one step."""
-    words = tl.load(w_row + step * (STEP // CODES))
-    byte = tl.load(s_row + step * (STEP // SCALE_K))
+    words = _ahead(w_row, step, STEP // CODES, K // CODES)
+    byte = _ahead(s_row, step, STEP // SCALE_K, K // SCALE_K)
     byte = byte[:, :, None].broadcast_to(byte.shape[0], byte.shape[1], SCALE_K // CODES)
     return words, byte.reshape(words.shape[0], words.shape[1])
 
@@ -212,7 +225,7 @@ def _activated(acc, weight, limit, LIMITED: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+def _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, stride_y, limit,
              WIDTH: tl.constexpr, K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr,
              SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr,
              GROUP: tl.constexpr, NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
@@ -228,21 +241,21 @@ def _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, e
     r = tl.arange(0, BLOCK_M)
     feature = tl.minimum(first + r % ROWS, N - 1) + r // ROWS * N
     feature += expert * (2 * N if UP else N)
-    w_row = w_ptr + feature[:, None] * (K // CODES) + tl.arange(0, STEP // CODES)[None, :]
+    w_row = w_ptr + feature[:, None] * (K // CODES)
     token = slot // J if UP else row
-    x_row = x_ptr + token.to(tl.int64)[None, :] * K
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    x_row = x_ptr + token.to(tl.int64)[None, :] * (STEPS * STEP)
     acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     if CODES == 1:
         x_row += tl.arange(0, STEP)[:, None]
-        for step in range(K // STEP):
+        for step in range(STEPS):
             x = tl.load(x_row + step * STEP, mask=inside[None, :], other=0.0)
-            acc = dot(tl.load(w_row + step * STEP), x, acc)
+            acc = dot(_ahead(w_row, step, STEP, K), x, acc)
     else:
         x_row += tl.arange(0, STEP // 2)[:, None]
         s_row = s_ptr + (feature // SCALE_N)[:, None] * (K // SCALE_K)
-        s_row += tl.arange(0, STEP // SCALE_K)[None, :]
-        for step in range(K // STEP):
-            words, byte = _read(w_row, s_row, step, STEP, CODES, SCALE_K)
+        for step in range(STEPS):
+            words, byte = _read(w_row, s_row, step, K, STEP, CODES, SCALE_K)
             for half in tl.static_range(2):
                 x = tl.load(x_row + step * STEP + half * (STEP // 2), mask=inside[None, :], other=0.0)
                 acc = dot(_operand(words, byte, CODES, half), x, acc)
@@ -253,11 +266,12 @@ def _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, e
         out = _activated(acc, tl.load(weight_ptr + slot, mask=inside, other=0.0), limit, LIMITED, GROUP)
         m = m // NEXT * NEXT + m % NEXT_CODES * (NEXT // NEXT_CODES) + m % NEXT // NEXT_CODES
     written = inside[None, :] & (first + tl.arange(0, ROWS) < N)[:, None]
-    tl.store(y_ptr + row.to(tl.int64)[None, :] * N + m[:, None], narrow(out, tl.bfloat16), mask=written)
+    y_ptr += row.to(tl.int64)[None, :] * stride_y + m[:, None]
+    tl.store(y_ptr, narrow(out, tl.bfloat16), mask=written)
 
 
 @triton.jit
-def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, limit,
+def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, stride_y, limit,
                     K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr, SCALE_N: tl.constexpr,
                     SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
                     NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
@@ -270,21 +284,21 @@ def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr,
     if order_ptr is None:  # a token alone: tiles are its slots
         begin = tl.program_id(1)
         _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, tl.load(tile_ptr + begin).to(tl.int64),
-                 begin, begin + 1, N, limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP,
-                 NEXT_CODES, NEXT, STEP, BLOCK_M)
+                 begin, begin + 1, N, stride_y, limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED,
+                 GROUP, NEXT_CODES, NEXT, STEP, BLOCK_M)
     else:
         tile_ptr += 3 * tl.program_id(1)
         expert = tl.load(tile_ptr).to(tl.int64)
         begin, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         if expert < E:
             if end - begin <= NARROW:
-                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
-                         NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT, STEP,
-                         BLOCK_M)
+                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, stride_y,
+                         limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT,
+                         STEP, BLOCK_M)
             elif BLOCK_N > NARROW:
-                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
-                         BLOCK_N, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT, STEP,
-                         BLOCK_M)
+                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, stride_y,
+                         limit, BLOCK_N, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT,
+                         STEP, BLOCK_M)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -314,37 +328,40 @@ def _tiles(end_E: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 def _spread(x_TD: Tensor, codes: int, step: int) -> Tensor:
-    """Tokens in bfloat16, in the order of the codes."""
-    T, D = x_TD.shape
+    """Tokens in bfloat16, in the order of the codes, zeros to the end of the last step."""
+    (T, D), wide = x_TD.shape, cdiv(x_TD.shape[1], step) * step
     x, block = rows_of(x_TD), min(1024, pow2(D))
-    out = torch.empty(T, D, dtype=torch.bfloat16, device=x.device)
-    _spread_kernel[(T, cdiv(D, block))](x, out, x.stride(0), D, codes, step, block)
+    out = torch.empty(T, wide, dtype=torch.bfloat16, device=x.device)
+    _spread_kernel[(T, cdiv(wide, block))](x, out, x.stride(0), wide, D, codes, step, block)
     return out
 
 
 def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
                    group: int, steady: bool) -> dict[str, int]:
     """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow."""
-    config = up_to(CONFIGS, 16 if steady else each)
+    config, codes = up_to(CONFIGS, 16 if steady else each), _layout(weight)[0]
     if not steady:
-        key = rows, weight.experts, features, weight.in_features, _layout(weight)[0]
+        key = rows, weight.experts, features, weight.in_features, codes
         config = tuned(f"moe.experts/{part}", key, config)
-    step = min(config["step"], max(64, 32 * _layout(weight)[0]))
-    while weight.in_features % step:  # nothing is masked along K
+    step = min(config["step"], max(64, 32 * codes))
+    while step > 16 * codes and weight.in_features % step:  # a tensor core takes 16 words
         step //= 2
     return {**config, "features": max(group, min(config["features"], pow2(features))), "step": step}
 
 
 def _multiply(x: Tensor, weight: Experts, config: dict[str, int], tile: Tensor, rows: int, J: int,
               order: Tensor | None, up: tuple | None) -> Tensor:
-    """[rows, N] bfloat16: h when `up` = (weight_TJ, limit, group, codes and step of the second product)."""
+    """[rows, N] bfloat16: h, zeros to the end of the second product's last step, when `up` = (weight_TJ,
+    limit, group, codes and step of that).
+    """
     codes, scale_n, scale_k = _layout(weight)
     words, scale = _stored(weight)
     share, limit, group, next_codes, next_step = up or (None, 0.0, 1, 1, 1)
     N = weight.out_features // 2 if up else weight.out_features
-    y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
+    wide = cdiv(N, next_step) * next_step
+    y = (torch.empty if wide == N else torch.zeros)(rows, wide, dtype=torch.bfloat16, device=x.device)
     grid = (cdiv(weight.out_features, config["features"]), len(tile))
-    _product_kernel[grid](x, words, scale, tile, order, share, y, N, weight.experts, limit,
+    _product_kernel[grid](x, words, scale, tile, order, share, y, N, weight.experts, wide, limit,
                           weight.in_features, J, codes, scale_n, scale_k, up is not None, limit > 0, group,
                           next_codes, next_step, config["step"], config["features"], config["tokens"], NARROW,
                           num_warps=config["num_warps"], num_stages=config["num_stages"])
@@ -399,9 +416,8 @@ def _unfit(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor |
         codes, rows, channels = _layout(weight)
         if codes == 1 and weight.weight.dtype != torch.bfloat16:
             return f"{name} holds {weight.weight.dtype}; it reads codes as stored, or bfloat16"
-        least = max(16 * codes, channels)  # a tensor core takes 16 words
-        if weight.in_features % least:
-            return f"{name} has {weight.in_features} input channels, no multiple of {least}"
+        if weight.in_features % channels:
+            return f"{name} has {weight.in_features} input channels, no multiple of {channels}"
         if w2.in_features % rows:
             return f"w13's gate and up share a block of {rows} scales: {w2.in_features} rows each"
     if w2.in_features % layout(numerics.activation_format)[1]:

@@ -206,11 +206,11 @@ def _met(shape: Shape) -> float:
 EXPERT_EDGES = (
     {"rows": 0, "width": 128, "experts": 4, "k": 2, "inner": 128},
     {"rows": 1, "width": 256, "experts": 5, "k": 2, "inner": 128},
-    {"rows": 3, "width": 128, "experts": 4, "k": 2, "inner": 128, "extreme": 1},
-    {"rows": 67, "width": 128, "experts": 2, "k": 1, "inner": 64, "fmt": "fp8", "one": 1, "no_shared": 1},
+    {"rows": 3, "width": 160, "experts": 4, "k": 2, "inner": 96, "extreme": 1},
+    {"rows": 67, "width": 96, "experts": 2, "k": 1, "inner": 32, "fmt": "fp8", "one": 1, "no_shared": 1},
     {"rows": 5, "width": 128, "experts": 3, "k": 3, "inner": 128, "fmt": "fp8", "group": 64},
     {"rows": 2, "width": 128, "experts": 2, "k": 2, "inner": 128, "fmt": "fp8", "block": 128, "group": 128},
-    {"rows": 3, "width": 64, "experts": 3, "k": 2, "inner": 96, "fmt": "bf16"},
+    {"rows": 3, "width": 80, "experts": 3, "k": 2, "inner": 96, "fmt": "bf16"},
     {"rows": 4, "width": 128, "experts": 2, "k": 3, "inner": 128, "first": 3, "total": 7},
     {"rows": 1, "width": 128, "experts": 2, "k": 2, "inner": 128, "first": 2, "total": 4},
 )
