@@ -163,7 +163,8 @@ for row in summary:
 # %% [markdown]
 # Whatever these lines say, they say it of models this small after this few tokens. `dskit train ablate`
 # compares all variants, longer and on every skill; it can be stopped (`--minutes 9`) and goes on with the
-# same words.
+# same words. What it found on an H200, three seeds of each at the demo's widths, lies under
+# `profiles/2026-11-30-ablation-h200`, with a table and this picture.
 #
 # ## Exercises
 #
