@@ -150,10 +150,7 @@ class Lookup:
         self._waits.host(layer, time.perf_counter() - begin)
         if done is not None:
             stream = torch.cuda.current_stream(found.device)
-            if torch.cuda.is_current_stream_capturing():  # a graph's events have no times
-                stream.wait_event(done)
-            else:
-                self._waits.gpu(layer, stream, done)
+            self._waits.gpu(layer, stream, done)
             found.record_stream(stream)
         return found
 
@@ -203,7 +200,6 @@ class Placement(Tables):
 
     def fetch(self, gram_TQ: Tensor) -> Lookup | None:
         """Start to bring the rows of n-grams [T, Q]; None: the layers find them in their own tables."""
-        self.waits.lookups += gram_TQ.shape[0]
         return None
 
     @property
@@ -242,7 +238,6 @@ class Remote(Placement):
 
     def fetch(self, gram_TQ: Tensor) -> Lookup:
         """Start to bring the rows of n-grams [T, Q]."""
-        super().fetch(gram_TQ)
         starts = {layer: self._start(engram, engram.rows(gram_TQ)) for layer, engram in self.layers.items()}
         return Lookup(starts, self.waits)
 

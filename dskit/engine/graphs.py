@@ -2,32 +2,46 @@
 
 Idea: the kernels of a decode step are short, and to launch them one by one takes longer than they run. A
 graph repeats a step's launches on the same addresses, so steps are padded to a few numbers of rows (1, 2, 4,
-8, then every 8) and of positions (powers of two), and what tells them apart is copied into the tensors that
-the graph was captured with. Padding rows stand in the reserved slot and block, which no request reads; so
-does the step that a graph is captured from, so that nobody's caches change. Before a graph serves, its first
-step is also run as it is, and the two must agree; where they do not, or a capture fails, such steps run
-eagerly.
+8, then every 8) and of positions (powers of two), and what tells them apart comes as one parcel, always to
+the same place. Padding rows stand in the reserved slot and block, which no request reads; so does the step
+that a graph is captured from, so that nobody's caches change.
+
+A graph may have breaks: `pause(work)` ends it, runs `work` as it is, and begins another behind it. Rows of
+n-gram tables that lie elsewhere are asked for and awaited so.
+
+Before a graph is captured its step is run under `Unbroken`, which refuses what no graph can repeat and says
+where it stands; before it serves, its first step is also run as it is, and the two must agree. Where one of
+them fails, such steps run eagerly.
 
 Shapes: a graph per (rows, positions); logits float32 [rows, V], of which the first are the step's own.
 State: one Graphs per runner, with one memory pool; `counts` says how often which way was taken.
-Errors: none; a failed capture is a warning and a count (`graph_failures`).
+Errors: none; a failed capture is a warning, with its traceback in the log's debug lines, and a count
+(`graph_failures`).
 Source: engine.md section 14.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dskit import ops
-from dskit.layers.indexer import Segment
+from dskit.engine.engram import Placement, Remote
+from dskit.engine.host import Parcel
 from dskit.model import Step
+
+Eager = Callable[[], Tensor | None]
+Pause = Callable[[Eager], Tensor | None]  # runs a part of the work between two graphs
+Launches = Callable[[Pause], Tensor]
 
 logger = logging.getLogger("dskit.engine")
 MOST_ROWS = 512
@@ -35,30 +49,145 @@ LEAST_POSITIONS = 256
 TOLERANCE = 0.01  # relative RMS between a graph's logits and those of the same step without one
 
 
+# ---- capturing ---------------------------------------------------------------------------------------------
+
+
+class CannotRepeat(RuntimeError):
+    """A step does what no graph can repeat."""
+
+
+class Unbroken(TorchDispatchMode):
+    """Refuses what a graph can't repeat: tensors that the host makes or looks at, sizes that follow from values.
+
+    A capture that fails half-way leaves torch's allocator in a bad state, so it is better not begun.
+    """
+
+    aten = torch.ops.aten
+    LOOKS = frozenset((aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2,
+                       aten.unique_dim, aten.unique_consecutive, aten.lift_fresh))
+    MASKED = frozenset((aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_))
+
+    def __init__(self):
+        super().__init__()
+        self.paused = False
+
+    def pause(self, eager: Eager) -> Tensor | None:
+        """What stands between two graphs may do as it likes."""
+        self.paused = True
+        try:
+            return eager()
+        finally:
+            self.paused = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """An operation on tensors."""
+        result = function(*args, **(kwargs or {}))
+        if not self.paused and (why := self._why_not(function.overloadpacket, args, kwargs or {}, result)):
+            raise CannotRepeat(f"{function} {why}")
+        return result
+
+    def _why_not(self, packet: Any, args: tuple, kwargs: dict, result: Any) -> str | None:
+        if packet in self.LOOKS:
+            return "passes between host and device"
+        if packet in self.MASKED and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            return "takes a mask, so its size follows from values"
+        if packet is self.aten.repeat_interleave and isinstance(args[-1], Tensor) and not kwargs.get("output_size"):
+            return "takes counts, so its size follows from values"
+        if packet in (self.aten._to_copy, self.aten.copy_):
+            devices = {t.device.type for t in (*args, result) if isinstance(t, Tensor)}
+            return f"copies between {' and '.join(sorted(devices))}" if len(devices) > 1 else None
+        return None
+
+
+def straight(eager: Eager) -> Tensor | None:
+    """A pause where nothing is captured."""
+    return eager()
+
+
 class Cuda:
     """Captures with torch; all graphs share one pool, since only one of them runs at a time."""
 
     def __init__(self):
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What repeats `work`, and where its result will be; runs it once to warm up."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            out = work()
-        return graph.replay, out
+    def capture(self, work: Launches) -> tuple[Callable[[], None], Tensor]:
+        """What repeats `work`, which has run before, and where its result will be."""
+        torch.cuda.synchronize()
+        gc.collect()  # nothing that is freed meanwhile shall touch the device
+        with torch.cuda.stream(self.stream):
+            recording = Recording(self.pool)
+            try:
+                out = work(recording.pause)
+                recording.end()
+            except BaseException:
+                recording.abandon()
+                self.pool = torch.cuda.graph_pool_handle()  # torch takes the old one for one that is in use
+                raise
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return recording.replay, out
+
+
+class Recording:
+    """Graphs with breaks between them, in the order in which they are launched."""
+
+    def __init__(self, pool: Any):
+        self._pool, self._parts = pool, list[Callable[[], Any]]()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End a graph and run it: what follows may read what it computes."""
+        self._graph.capture_end()
+        self._graph.replay()
+        self._parts.append(self._graph.replay)
+
+    def pause(self, eager: Eager) -> Tensor | None:
+        """Run something between two graphs; its result always comes to where the second one reads it."""
+        self.end()
+        held = eager()
+        self._parts.append(eager if held is None else lambda: held.copy_(eager()))
+        self._begin()
+        return held
+
+    def abandon(self) -> None:
+        """Leave the capture, which ends with an error of its own."""
+        try:
+            self._graph.capture_end()
+        except RuntimeError as error:
+            logger.debug("a broken capture ended: %s", error)
+
+    def replay(self) -> None:
+        """Launch all of it again."""
+        for part in self._parts:
+            part()
+
+
+class Fetched:
+    """Rows of n-gram tables that lie elsewhere (layers.engram.Found), asked for and awaited in breaks."""
+
+    def __init__(self, tables: Placement, gram_TQ: Tensor, pause: Pause):
+        self._tables, self._gram, self._pause = tables, gram_TQ, pause
+        pause(self._ask)
+
+    def _ask(self) -> None:
+        self._lookup = self._tables.fetch(self._gram)
+
+    def rows(self, layer: int) -> Tensor:
+        """The numbers [T, C*Y] of a layer."""
+        return self._pause(lambda: self._lookup.rows(layer))
+
+
+# ---- the graphs of a runner --------------------------------------------------------------------------------
 
 
 @dataclass
 class Graph:
     """A captured step: its inputs, what repeats it, and where its logits are. `checked`: it has served."""
 
-    step: Step
+    inputs: Parcel
     replay: Callable[[], None]
     logits: Tensor
     checked: bool = False
@@ -76,9 +205,9 @@ class Graphs:
         """Logits of a decode step, or None where it has to run eagerly."""
         rows, stop = sum(w.stop - w.start for w in work), max((w.stop for w in work), default=0)
         key = _rows(rows), max(LEAST_POSITIONS, 1 << (stop - 1).bit_length())
-        step = self._step(work, key) if 0 < rows <= MOST_ROWS and self.graphs.get(key, True) else None
-        graph = self._graph(key) if step is not None else None
-        logits = self._replay(graph, step, key) if graph is not None else None
+        inputs = self._inputs(work, key) if 0 < rows <= MOST_ROWS and self.graphs.get(key, True) else None
+        graph = self._graph(key) if inputs is not None else None
+        logits = self._replay(graph, inputs, key) if graph is not None else None
         self.counts["eager_steps" if logits is None else "graph_steps"] += 1
         return None if logits is None else logits[:rows].clone()
 
@@ -94,19 +223,31 @@ class Graphs:
         """The graph of a size, captured now if it is new; None if that failed."""
         if key not in self.graphs:
             try:
-                step = mapped(self._step([], key), Tensor.clone)
-                run = lambda: self.runner.model(step, self.runner.memory)  # noqa: E731
-                self.graphs[key] = Graph(step, *self.backend.capture(run))
+                nobody = self._inputs([], key)
+                inputs = Parcel(nobody, self.runner.device)
+                work = partial(self._logits, inputs.fill(nobody))
+                work(straight)  # compiles kernels, fills caches
+                with Unbroken() as unbroken:
+                    work(unbroken.pause)
+                self.graphs[key] = Graph(inputs, *self.backend.capture(work))
             except Exception as error:
+                logger.debug("the capture of %d rows within %d positions failed", *key, exc_info=True)
                 self._fail(key, f"{type(error).__name__}: {error}")
         return self.graphs[key]
 
-    def _replay(self, graph: Graph, step: Step, key: tuple[int, int]) -> Tensor | None:
-        for target, source in zip(leaves(graph.step), leaves(step), strict=True):
-            target.copy_(source)
+    def _logits(self, inputs: Step, pause: Pause) -> Tensor:
+        """What a graph holds, from the step as it was laid out to the logits."""
+        runner = self.runner
+        step = runner.arrive(inputs, unknown=True)
+        if isinstance(runner.engram, Remote):
+            step.found = Fetched(runner.engram, step.gram, pause)
+        return runner.model(step, runner.memory)
+
+    def _replay(self, graph: Graph, inputs: Step, key: tuple[int, int]) -> Tensor | None:
+        step = graph.inputs.fill(inputs)
         graph.replay()
         if not graph.checked:
-            want = self.runner.model(step, self.runner.memory)
+            want = self._logits(step, straight)
             away = (graph.logits - want).square().mean().sqrt() / want.square().mean().sqrt()
             if not away < TOLERANCE and want.isfinite().all():
                 self._fail(key, f"its logits differ by {away:.2g} from those of the same step without it")
@@ -119,19 +260,18 @@ class Graphs:
         self.graphs[key] = None
         self.counts["graph_failures"] += 1
 
-    def _step(self, work: list[Any], key: tuple[int, int]) -> Step | None:
-        """A step with the shapes of its size; None where it holds what a graph does not."""
+    def _inputs(self, work: list[Any], key: tuple[int, int]) -> Step | None:
+        """A step as it is laid out, with the shapes of its size; None where it holds what a graph does not."""
         rows, positions = key
         filler = self.runner.placeholder()
-        padded = [*work, *[filler] * (rows - sum(w.stop - w.start for w in work))]
-        step = self.runner.step(padded)
-        if step.found is not None or step.tail is not None or step.windows[0].history is not None:
+        step = self.runner.lay_out([*work, *[filler] * (rows - sum(w.stop - w.start for w in work))])
+        if step.tail is not None or step.windows[0].history is not None:
             return None
-        image = self.runner.config.image_token_id
+        size = self.runner.block_size
         groups = {ratio: _pad_group(group, rows) for ratio, group in step.groups.items()}
-        segments = {ratio: [_by_row(parts, positions // ratio)] for ratio, parts in step.segments.items()}
-        return replace(step, groups=groups, segments=segments, wanted=None,
-                       image=None if image is None else step.ids == image)
+        segments = {ratio: [_by_row(parts, -(-positions // size), size // ratio)]
+                    for ratio, parts in step.segments.items()}
+        return replace(step, groups=groups, segments=segments, wanted=None, image=None)
 
 
 def _rows(rows: int) -> int:
@@ -146,32 +286,13 @@ def _pad_group(group: Any, rows: int) -> Any:
     return replace(group, ring=ring, turn=_pad(group.turn, more), slots=_pad(group.slots, more))
 
 
-def _by_row(parts: list[Segment], entries: int) -> Segment:
-    """Segments as one, in which every row has a table of its own, so wide that a size shares it."""
-    tables = [F.pad(p.table, (0, entries - p.table.shape[1])).repeat_interleave(p.shape[1], 0) for p in parts]
+def _by_row(parts: list[Any], blocks: int, per_block: int) -> Any:
+    """Pages as one, in which every row has blocks of its own, so many that a size shares it."""
+    each = [F.pad(p.blocks, (0, blocks - p.blocks.shape[1])).repeat_interleave(p.shape[1], 0) for p in parts]
     visible = torch.cat([p.visible.reshape(-1, 1) for p in parts])
-    return Segment(slice(0, len(visible)), (len(visible), 1), visible, torch.cat(tables))
+    return replace(parts[0], rows=slice(0, len(visible)), shape=(len(visible), 1), visible=visible,
+                   blocks=torch.cat(each), entries=blocks * per_block)
 
 
 def _pad(tensor: Tensor, more: int) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros(more, *tensor.shape[1:])))
-
-
-def mapped(value: Any, work: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with `work` done on each tensor in it."""
-    if isinstance(value, Tensor):
-        return work(value)
-    if isinstance(value, dict):
-        return {key: mapped(one, work) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(one, work) for one in value)
-    if is_dataclass(value):
-        return replace(value, **{f.name: mapped(getattr(value, f.name), work) for f in fields(value)})
-    return value
-
-
-def leaves(value: Any) -> list[Tensor]:
-    """The tensors of a structure, in the order in which `mapped` meets them."""
-    found: list[Tensor] = []
-    mapped(value, lambda tensor: found.append(tensor) or tensor)
-    return found

@@ -2,7 +2,8 @@
 
 A plan is a list of `Work`: which rows of which sequence, and where its caches are. The rows of all of them
 are packed one after another; everything a layer needs to find its neighbours (ring rows, pool rows, visible
-entries, n-grams, angles) is worked out here once per step, in numpy, and shared by all layers.
+entries, n-grams, angles) is worked out here once per step and shared by all layers: `lay_out` does it in
+numpy, one copy brings it to the device, and `arrive` adds what is large or known only there.
 
 Bounded replay: decoder layers see windows only from `prompt_len - keep` on (`mask`), or run on those rows
 only (`compact`); both give the same logits for the rows they keep. Behind a reused prefix without a snapshot,
@@ -18,7 +19,7 @@ Source: engine.md sections 3, 6.5, 8.1; model.md 3.15.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from dskit import ops
 from dskit.engine import pools
 from dskit.engine.engram import Placement
 from dskit.engine.graphs import Cuda, Graphs
-from dskit.engine.host import send
+from dskit.engine.host import send, send_all
 from dskit.engine.seq import Copies
 from dskit.layers.compress import GroupPlan
 from dskit.layers.indexer import Segment
@@ -70,7 +71,24 @@ class Layout:
         self.pos = np.arange(self.offsets[-1]) - self.offsets[self.owner] + starts[self.owner]
 
 
-def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray, device,
+@dataclass
+class Pages:
+    """A Segment as the host lays it out: `blocks` of each request, of whose entries the first ones count."""
+
+    rows: slice
+    shape: tuple[int, int]
+    visible: Tensor
+    blocks: Tensor
+    entries: int
+
+    def segment(self, per_block: int) -> Segment:
+        """With the pool row of every entry."""
+        within = torch.arange(per_block, device=self.blocks.device)
+        table = (self.blocks[..., None] * per_block + within).flatten(1)[:, : self.entries]
+        return Segment(self.rows, self.shape, self.visible, table.contiguous())
+
+
+def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray,
               saves: Saves = ()) -> RingPlan:
     """Where rows of `want` [R, U] (positions of sequence owner[R]; < 0: none) stand, and where new rows go.
 
@@ -97,8 +115,7 @@ def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.nda
             pos = np.arange(max(at.starts[who], position - reach + 1), position)
             kept = np.concatenate((kept, at.offsets[who] + pos - at.starts[who]))
             slots = np.concatenate((slots, slot * ring + pos % ring))
-    return RingPlan(_put(np.where(want < 0, -1, read), device), _put(history, device), _put(kept, device),
-                    _put(slots, device))
+    return RingPlan(_tensor(np.where(want < 0, -1, read)), _tensor(history), _tensor(kept), _tensor(slots))
 
 
 def _ids(w: Work, start: int, stop: int) -> np.ndarray:
@@ -112,8 +129,8 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate((np.arange(0), *parts))
 
 
-def _put(array: np.ndarray | None, device) -> Tensor | None:
-    return None if array is None else send(torch.from_numpy(np.ascontiguousarray(array)), device)
+def _tensor(array: np.ndarray | None) -> Tensor | None:
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array))
 
 
 Saves = list[tuple[int, int, int]]
@@ -162,6 +179,8 @@ class ModelRunner:
         """
         if copies:
             self._copy(copies)
+        if self.engram is not None:
+            self.engram.waits.lookups += sum(w.stop - w.start for w in work)
         longest = self.rows_per_round
         decodes = all(w.start >= w.prompt_len and w.stop - w.start <= longest for w in work)
         with ops.step(kind or ("decode" if decodes else "prefill")):
@@ -194,12 +213,12 @@ class ModelRunner:
         own = before.size + np.arange(B * G).reshape(B, G)
         read = np.repeat(np.concatenate((seen, own), axis=1), G, axis=0)
         nothing = np.empty(0, dtype=np.int64)
-        plan = RingPlan(*(_put(a, self.device) for a in (read, history.ravel(), nothing, nothing)))
+        plan = RingPlan(*(_tensor(a) for a in (read, history.ravel(), nothing, nothing)))
         ids = np.full((B, G), config.dspark_noise_token_id)
         ids[:, 0] = newest
-        pos = _put((starts[:, None] + np.arange(G)).ravel(), self.device)
-        return Step(_put(ids.ravel(), self.device), pos, {False: turns(pos, self.model.frequency_0)},
-                    (plan, plan))
+        pos = (starts[:, None] + np.arange(G)).ravel()
+        step = send_all(Step(_tensor(ids.ravel()), _tensor(pos), {}, (plan, plan)), self.device)
+        return replace(step, rope={False: turns(step.pos, self.model.frequency_0)})
 
     def publish(self, slots: list[int], ids: Tensor) -> None:
         """Note the newest token of each slot, for steps that are planned before it is known."""
@@ -214,6 +233,15 @@ class ModelRunner:
 
     def step(self, work: list[Work]) -> Step:
         """The Step of a list of work: everything that layers need to know about these rows."""
+        step = self.arrive(send_all(self.lay_out(work), self.device), any(w.unknown for w in work))
+        if step.gram is not None:
+            step.found = self.engram.fetch(step.gram)
+        return step
+
+    def lay_out(self, work: list[Work]) -> Step:
+        """The same on the host, before it arrives: no angles; Pages for segments, first positions for the
+        turns of groups; an id below 0 is the newest one of that slot.
+        """
         at = Layout(*(np.array([getattr(w, name) for w in work], dtype=np.int64)
                       for name in ("start", "stop", "seq_slot")))
         at.fresh = np.array([w.start if w.fresh is None else w.fresh for w in work], dtype=np.int64)
@@ -222,8 +250,6 @@ class ModelRunner:
         tail_start = np.array([max(w.prompt_len - self.keep, 0) for w in work], dtype=np.int64)
         late_floor = np.maximum(floor, tail_start) if self.replay != "off" else floor
         step = self._rows(work, at, floor, late_floor)
-        if step.gram is not None:
-            step.found = self.engram.fetch(step.gram)
         step.groups = {r: self._groups(work, at, r) for r in self._ratios}
         step.wanted = self._wanted(work, at)
         if self.replay == "compact" and (at.starts < tail_start).any():
@@ -231,8 +257,32 @@ class ModelRunner:
             late = Layout(np.minimum(np.maximum(at.starts, tail_start), at.stops), at.stops, at.slots)
             tail = self._rows(work, late, floor, late_floor)
             tail.wanted = self._wanted(work, late)
-            step.tail = _put(kept, self.device), tail
+            step.tail = _tensor(kept), tail
         return step
+
+    def arrive(self, step: Step, unknown: bool) -> Step:
+        """What `lay_out` gave, on the device, with the rest; `unknown`: ids below 0 may be among it."""
+        if unknown:
+            step = self._known(step)
+        rope = {flag: turns(step.pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
+        groups = {r: replace(group, turn=turns(group.turn, self.model.frequency_1))
+                  for r, group in step.groups.items()}
+        segments = {r: [pages.segment(self.block_size // r) for pages in parts]
+                    for r, parts in step.segments.items()}
+        tail = step.tail and (step.tail[0], self.arrive(step.tail[1], unknown))
+        return replace(step, rope=rope, groups=groups, segments=segments, tail=tail)
+
+    def _known(self, step: Step) -> Step:
+        """With tokens that only the device knows, also where rows depend on them."""
+        config, gram, image = self.config, step.gram, step.image
+        ids = torch.where(step.ids < 0, self.newest[-step.ids.clamp(max=0)], step.ids)
+        if config.image_token_id is not None:
+            image = ids == config.image_token_id
+        if gram is not None:
+            gram = torch.cat((self.folding[ids][:, None], gram[:, 1:]), dim=1)
+        if gram is not None and image is not None:
+            gram = torch.where(image[:, None], self.folding[config.engram_pad_token_id], gram)
+        return replace(step, ids=ids, image=image, gram=gram)
 
     @property
     def _ratios(self) -> set[int]:
@@ -240,33 +290,18 @@ class ModelRunner:
 
     def _rows(self, work: list[Work], at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> Step:
         """What concerns the rows themselves; floors: first position that windows show, per work."""
-        config, pos = self.config, _put(at.pos, self.device)
+        config = self.config
         ids = _joined([_ids(w, a, b) for w, a, b in zip(work, at.starts, at.stops, strict=True)])
-        rope = {flag: turns(pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
-        image = (ids == config.image_token_id if config.image_token_id is not None
-                 else np.zeros(len(ids), bool))
-        step = Step(_put(ids, self.device), pos, rope, self._windows(at, floor, late_floor),
+        image = ids == config.image_token_id if config.image_token_id is not None else ids < 0
+        unknown = [i for i, w in enumerate(work) if w.unknown]
+        ids[at.offsets[1:][unknown] - 1] = -at.slots[unknown]
+        step = Step(_tensor(ids), _tensor(at.pos), {}, self._windows(at, floor, late_floor),
                     split=config.split)
-        step.image = _put(image, self.device) if image.any() else None
+        step.image = _tensor(image) if image.any() else None
         step.segments = {r: self._segments(work, at, r) for r in self._ratios}
         if config.engram_layer_ids:
             step.gram = self._grams(work, at)
-        if unknown := [i for i, w in enumerate(work) if w.unknown]:
-            self._fill(step, at, unknown)
         return step
-
-    def _fill(self, step: Step, at: Layout, unknown: list[int]) -> None:
-        """Put tokens that only the device knows where rows depend on them."""
-        rows, slots = _put(at.offsets[1:][unknown] - 1, self.device), _put(at.slots[unknown], self.device)
-        ids = step.ids[rows] = self.newest[slots]
-        image = ids == self.config.image_token_id if self.config.image_token_id is not None else None
-        if image is not None:
-            step.image = step.ids == self.config.image_token_id
-        if step.gram is not None:
-            step.gram[rows, 0] = self.folding[ids]
-            if image is not None:
-                filler = self.folding[self.config.engram_pad_token_id]
-                step.gram[rows] = torch.where(image[:, None], filler, step.gram[rows])
 
     def _windows(self, at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> tuple[RingPlan, RingPlan]:
         """Plans of encoder and decoder layers; one and the same where both see as far back."""
@@ -278,7 +313,7 @@ class ModelRunner:
         want = at.pos[:, None] + np.arange(1 - window, 1)
         if floor.any():
             want = np.where(want >= floor[at.owner, None], want, -1)
-        return ring_plan(at, ring, window, at.owner, want, self.device, at.saves)
+        return ring_plan(at, ring, window, at.owner, want, at.saves)
 
     def _groups(self, work: list[Work], at: Layout, ratio: int) -> GroupPlan:
         first, stop = at.fresh // ratio, at.stops // ratio  # entries completed by these rows
@@ -292,16 +327,14 @@ class ModelRunner:
         if ratio > 1 or not self.config.is_v41:
             members = pools.members(self.config, ratio)
             want = (entry[:, None] + 1) * ratio + np.arange(-members, 0)
-            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, want, self.device,
-                             at.saves)
-        turn = turns(_put(entry * ratio, self.device), self.model.frequency_1)
-        slots = _put(block * per_block + entry % per_block, self.device)
+            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, want, at.saves)
+        slots = _tensor(block * per_block + entry % per_block)
         again = (at.fresh > at.starts).any()
         rows = np.flatnonzero(at.pos >= at.fresh[at.owner]) if again else None
-        return GroupPlan(ring, turn, slots, _put(rows, self.device))
+        return GroupPlan(ring, _tensor(entry * ratio), slots, _tensor(rows))
 
-    def _segments(self, work: list[Work], at: Layout, ratio: int) -> list[Segment]:
-        """Runs of works with equally many rows; each with a table of the pool rows of all visible entries."""
+    def _segments(self, work: list[Work], at: Layout, ratio: int) -> list[Pages]:
+        """Runs of works with equally many rows; each with the blocks of all visible entries."""
         per_block, found, i = self.block_size // ratio, [], 0
         while i < len(work):
             j = i + 1
@@ -315,12 +348,11 @@ class ModelRunner:
             for k, w in enumerate(work[i:j]):
                 have = w.blocks[: blocks.shape[1]]
                 blocks[k, : len(have)] = have
-            table = (blocks[:, :, None] * per_block + np.arange(per_block)).reshape(j - i, -1)[:, :longest]
-            found.append(Segment(rows, shape, _put(visible, self.device), _put(table, self.device)))
+            found.append(Pages(rows, shape, _tensor(visible), _tensor(blocks), longest))
             i = j
         if not work:
-            none = _put(np.zeros((0, 1), dtype=np.int64), self.device)
-            found.append(Segment(slice(0, 0), (0, 1), none, none[:, :0]))
+            none = _tensor(np.zeros((0, 1), dtype=np.int64))
+            found.append(Pages(slice(0, 0), (0, 1), none, none, 0))
         return found
 
     def _grams(self, work: list[Work], at: Layout) -> Tensor:
@@ -338,11 +370,11 @@ class ModelRunner:
             gram = np.lib.stride_tricks.sliding_window_view(folded, longest)[:, ::-1]
             dead = np.logical_or.accumulate(gram < 0, axis=1)
             parts.append(np.where(dead, filler, gram))
-        return _put(np.concatenate(parts), self.device)
+        return _tensor(np.concatenate(parts))
 
     def _wanted(self, work: list[Work], at: Layout) -> Tensor:
         rows = [np.arange(0) if w.want == "none" else
                 np.arange(at.offsets[i + 1] - min(at.counts[i], 1 if w.want == "last" else at.counts[i]),
                           at.offsets[i + 1])
                 for i, w in enumerate(work)]
-        return _put(_joined(rows), self.device)
+        return _tensor(_joined(rows))

@@ -19,6 +19,7 @@ Source: model.md 3.1, 3.4, 4.3.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -189,16 +190,21 @@ def share_scales(codes: Tensor, scale: Tensor, block: tuple[int, int], columns: 
 
 def _nibbles(value: Tensor) -> Tensor:
     """Two e2m1 codes a byte, uint8 [..., K/2], of e2m1 values [..., K]: even channels in the low nibble."""
-    table = torch.tensor(E2M1_VALUES, device=value.device)
-    code = torch.bucketize(value.abs(), table).clamp(max=7) + 8 * torch.signbit(value)
+    code = torch.bucketize(value.abs(), _e2m1_values(value.device)[:8]).clamp(max=7) + 8 * torch.signbit(value)
     return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
 
 
 def _from_nibbles(packed: Tensor) -> Tensor:
     """Inverse of _nibbles: float32 [..., K]."""
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=packed.device)
     byte = packed.view(torch.uint8).int()
-    return table[torch.stack((byte & 15, byte >> 4), dim=-1)].flatten(-2)
+    return _e2m1_values(packed.device)[torch.stack((byte & 15, byte >> 4), dim=-1)].flatten(-2)
+
+
+@functools.cache
+def _e2m1_values(device: torch.device) -> Tensor:
+    """The value of every code."""
+    with torch.inference_mode(False):  # it outlives the step that first asks for it
+        return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=device)
 
 
 def pack_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:

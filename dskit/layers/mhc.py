@@ -95,7 +95,7 @@ def boundary(y_TD: Tensor | None, X_TND: Tensor, p_TN: Tensor | None, q_TN: Tens
 def first_read(T: int, N: int, device: torch.device) -> Tensor:
     """Read weights of the very first sublayer: a plain copy of stream 0."""
     p = torch.zeros(T, N, device=device)
-    p[:, 0] = 1
+    p[:, :1].fill_(1)
     return p
 
 

@@ -1,14 +1,19 @@
 """Decode steps through a stand-in for CUDA graphs, which repeats a call on the tensors that it was given."""
 
+import json
 import logging
 import math
 from contextlib import contextmanager
 
 import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dskit import checkpoint, ops
 from dskit.engine import graphs
 from dskit.engine.llm import LLM
+from dskit.engine.runner import ModelRunner, Work
 from dskit.engine.seq import SamplingParams
 
 IDS = [3 + (11 * i * i + 5 * i + i // 7) % 59 for i in range(80)]
@@ -27,9 +32,9 @@ class Backend:
         assert ops._state.phase == "decode"  # else the kernels of another phase would be captured
         if self.captured in self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
-        out = work()
+        out = work(graphs.straight)
         out.fill_(math.nan)  # a capture computes nothing
-        return lambda: out.copy_(work()), out
+        return lambda: out.copy_(work(graphs.straight)), out
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +100,70 @@ def test_a_swap_captures_again(model):
 
 def test_sizes():
     assert [graphs._rows(n) for n in (1, 2, 3, 5, 8, 9, 17, 64)] == [1, 2, 4, 8, 8, 16, 24, 64]
+
+
+# ---- what a graph cannot repeat ----------------------------------------------------------------------------
+
+
+class Looks(TorchFunctionMode):
+    """Refuses what a CPU does without an operation, and a GPU by a copy."""
+
+    names = {"tolist", "numpy", "cpu", "cuda", "as_tensor", "from_numpy", "__array__"}
+    off = False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function.__name__ in self.names and not self.off:
+            raise graphs.CannotRepeat(f"{function.__name__} passes between host and device")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """`auto` chooses as it does on an H200; what is computed there by kernels is done by references unseen."""
+    mode, proven = Looks(), json.loads(ops.PROVEN.read_text())["sm_90"]["ops"]
+
+    def unseen(reference):
+        def run(*args, **kwargs):
+            mode.off, before = True, mode.off
+            with _disable_current_modes():
+                result = reference(*args, **kwargs)
+            mode.off = before
+            return result
+
+        return run
+
+    ops.load_all()
+    monkeypatch.setattr(ops.Op, "aside", lambda op, name: None if op.name in proven else "no run has proven it")
+    for name in proven:
+        op = ops.find(name)
+        monkeypatch.setattr(op.implementation("triton"), "function", unseen(op.reference))
+    with ops.use("auto"):
+        yield mode
+
+
+@pytest.mark.parametrize("preset", ["tiny", "demo"])
+def test_a_decode_step_passes_nothing_between_host_and_device(looks, preset):
+    """With the kernels, caches and weights of a GPU; everything that is left to torch is seen."""
+    model = checkpoint.load(preset, device="cpu", storage="packed", dtype=torch.bfloat16)
+    runner = ModelRunner(model, num_blocks=8, block_size=128, num_slots=2, cache_storage="packed", drafts=True)
+    work = [Work(1, [1, 2], IDS, 70, 71, 70), Work(2, [3, 4], IDS, 60, 62, 60)]
+    runner.run([Work(w.seq_slot, w.blocks, w.tokens, 0, w.start, w.start) for w in work])
+    held = graphs.Graphs(runner, None)
+    inputs = held._inputs(work, (4, 256))
+    with torch.inference_mode(), ops.step("decode"):
+        want = held._logits(inputs, graphs.straight)  # fills caches, as before a capture
+        with looks, graphs.Unbroken() as unbroken:
+            assert torch.equal(held._logits(inputs, unbroken.pause), want)
+
+
+@pytest.mark.parametrize("bad", [
+    lambda x: x.max().item(), lambda x: x[x > 0], lambda x: torch.tensor([1.0]) + x, lambda x: x.nonzero(),
+    lambda x: bool((x > 0).any()), lambda x: x.masked_select(x > 0), lambda x: x.unique(),
+    lambda x: x.to("meta"), lambda x: x.repeat_interleave(x.long().abs()),
+])  # fmt: skip
+def test_what_no_graph_can_repeat_is_refused(bad):
+    x = torch.randn(4)
+    with pytest.raises(graphs.CannotRepeat), graphs.Unbroken():
+        bad(x)
+    with graphs.Unbroken() as unbroken:
+        unbroken.pause(lambda: bad(x))
