@@ -57,14 +57,14 @@ class CannotRepeat(RuntimeError):
 
 
 class Unbroken(TorchDispatchMode):
-    """Refuses what a graph can't repeat: tensors that the host makes or looks at, sizes that follow from values.
+    """Refuses tensors that the host makes or looks at, and sizes that follow from values.
 
     A capture that fails half-way leaves torch's allocator in a bad state, so it is better not begun.
     """
 
     aten = torch.ops.aten
     LOOKS = frozenset((aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2,
-                       aten.unique_dim, aten.unique_consecutive, aten.lift_fresh))
+                       aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave, aten.lift_fresh))
     MASKED = frozenset((aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_))
 
     def __init__(self):
@@ -79,20 +79,23 @@ class Unbroken(TorchDispatchMode):
         finally:
             self.paused = False
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """An operation on tensors."""
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None):
+        """An operation on tensors; of one that is made of others, those are looked at."""
+        if not self.paused:
+            with self:
+                result = function.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         result = function(*args, **(kwargs or {}))
-        if not self.paused and (why := self._why_not(function.overloadpacket, args, kwargs or {}, result)):
+        if not self.paused and (why := self._why_not(function.overloadpacket, args, result)):
             raise CannotRepeat(f"{function} {why}")
         return result
 
-    def _why_not(self, packet: Any, args: tuple, kwargs: dict, result: Any) -> str | None:
+    def _why_not(self, packet: Any, args: tuple, result: Any) -> str | None:
         if packet in self.LOOKS:
-            return "passes between host and device"
+            return "passes between host and device, or gives as much as values say"
         if packet in self.MASKED and any(i is not None and i.dtype == torch.bool for i in args[1]):
-            return "takes a mask, so its size follows from values"
-        if packet is self.aten.repeat_interleave and isinstance(args[-1], Tensor) and not kwargs.get("output_size"):
-            return "takes counts, so its size follows from values"
+            return "takes a mask: its size follows from values"
         if packet in (self.aten._to_copy, self.aten.copy_):
             devices = {t.device.type for t in (*args, result) if isinstance(t, Tensor)}
             return f"copies between {' and '.join(sorted(devices))}" if len(devices) > 1 else None
@@ -261,7 +264,7 @@ class Graphs:
         self.counts["graph_failures"] += 1
 
     def _inputs(self, work: list[Any], key: tuple[int, int]) -> Step | None:
-        """A step as it is laid out, with the shapes of its size; None where it holds what a graph does not."""
+        """A step as it is laid out, in the shapes of its size; None where it holds what a graph does not."""
         rows, positions = key
         filler = self.runner.placeholder()
         step = self.runner.lay_out([*work, *[filler] * (rows - sum(w.stop - w.start for w in work))])

@@ -190,7 +190,8 @@ def share_scales(codes: Tensor, scale: Tensor, block: tuple[int, int], columns: 
 
 def _nibbles(value: Tensor) -> Tensor:
     """Two e2m1 codes a byte, uint8 [..., K/2], of e2m1 values [..., K]: even channels in the low nibble."""
-    code = torch.bucketize(value.abs(), _e2m1_values(value.device)[:8]).clamp(max=7) + 8 * torch.signbit(value)
+    positive = _e2m1_values(value.device)[: len(E2M1_VALUES)]
+    code = torch.bucketize(value.abs(), positive).clamp(max=7) + 8 * torch.signbit(value)
     return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
 
 

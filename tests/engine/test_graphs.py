@@ -119,7 +119,7 @@ class Looks(TorchFunctionMode):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """`auto` chooses as it does on an H200; what is computed there by kernels is done by references unseen."""
+    """`auto` chooses as on an H200; what kernels compute there is done by references, unseen."""
     mode, proven = Looks(), json.loads(ops.PROVEN.read_text())["sm_90"]["ops"]
 
     def unseen(reference):
@@ -133,7 +133,7 @@ def looks(monkeypatch):
         return run
 
     ops.load_all()
-    monkeypatch.setattr(ops.Op, "aside", lambda op, name: None if op.name in proven else "no run has proven it")
+    monkeypatch.setattr(ops.Op, "aside", lambda op, name: None if op.name in proven else "unproven")
     for name in proven:
         op = ops.find(name)
         monkeypatch.setattr(op.implementation("triton"), "function", unseen(op.reference))
@@ -145,7 +145,8 @@ def looks(monkeypatch):
 def test_a_decode_step_passes_nothing_between_host_and_device(looks, preset):
     """With the kernels, caches and weights of a GPU; everything that is left to torch is seen."""
     model = checkpoint.load(preset, device="cpu", storage="packed", dtype=torch.bfloat16)
-    runner = ModelRunner(model, num_blocks=8, block_size=128, num_slots=2, cache_storage="packed", drafts=True)
+    runner = ModelRunner(model, num_blocks=8, block_size=128, num_slots=2, cache_storage="packed",
+                         drafts=True)
     work = [Work(1, [1, 2], IDS, 70, 71, 70), Work(2, [3, 4], IDS, 60, 62, 60)]
     runner.run([Work(w.seq_slot, w.blocks, w.tokens, 0, w.start, w.start) for w in work])
     held = graphs.Graphs(runner, None)
@@ -153,7 +154,11 @@ def test_a_decode_step_passes_nothing_between_host_and_device(looks, preset):
     with torch.inference_mode(), ops.step("decode"):
         want = held._logits(inputs, graphs.straight)  # fills caches, as before a capture
         with looks, graphs.Unbroken() as unbroken:
-            assert torch.equal(held._logits(inputs, unbroken.pause), want)
+            found = held._logits(inputs, unbroken.pause)
+        assert torch.equal(found, want)
+        asking = ops.use({"moe.experts": "torch"})  # the host for each row's experts
+        with asking, pytest.raises(graphs.CannotRepeat, match="tolist"), looks:
+            held._logits(inputs, graphs.straight)
 
 
 @pytest.mark.parametrize("bad", [
@@ -162,8 +167,10 @@ def test_a_decode_step_passes_nothing_between_host_and_device(looks, preset):
     lambda x: x.to("meta"), lambda x: x.repeat_interleave(x.long().abs()),
 ])  # fmt: skip
 def test_what_no_graph_can_repeat_is_refused(bad):
-    x = torch.randn(4)
-    with pytest.raises(graphs.CannotRepeat), graphs.Unbroken():
-        bad(x)
-    with graphs.Unbroken() as unbroken:
-        unbroken.pause(lambda: bad(x))
+    x = torch.ones(4)
+    for inference in (False, True):  # which sees operations before they are taken apart
+        with torch.inference_mode(inference), pytest.raises(graphs.CannotRepeat), graphs.Unbroken():
+            bad(x)
+        with torch.inference_mode(inference), graphs.Unbroken() as unbroken:
+            unbroken.pause(lambda: bad(x))
+            torch.where(x > 0, x, -1).to(torch.float16).repeat_interleave(2)[:3].sort()
