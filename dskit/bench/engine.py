@@ -2,13 +2,15 @@
 
 Idea: the scheduler is timed without a model: requests come and go so that `--running` of them decode at any
 time, results are made up, and `plan` and `commit` of every decode step are clocked, text and all. On a GPU
-the model decodes for real, with and without overlap, and the trace says for how long nothing ran there.
+the model decodes for real, with and without CUDA graphs and overlap, and the trace says for how long nothing
+ran there: between two passes of the model, and in the gaps inside them. No draft guesses meanwhile.
 The n-gram tables are put wherever they can lie here, and the model decodes with each: how long its layers
 waited for rows, and how many rows a second come when many are asked for.
 With `--ep N` N ranks share the experts of the model and rebalance them once while they decode.
 
-Units: microseconds per step; operations per second; `idle_fraction` of the time from the first kernel to the
-last one; a balance is the mean over the busiest rank's rows.
+Units: microseconds per step; operations per second; `idle_fraction`, between two passes, and `gap_fraction`,
+inside them, of the time from the first kernel to the last one; a balance is the mean over the busiest rank's
+rows.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -40,6 +44,7 @@ from dskit.engine.text import TextStream
 
 INTERVAL = "Scheduler.plan and Scheduler.commit of a decode step, detokenisation included; no model runs"
 REQUESTS = (1, 32, 128)  # that decode while the GPU's idle time is looked at
+MARK = "spin_kernel"  # what torch.cuda._sleep runs
 NO_GPU = "no NVIDIA GPU here"
 PLACED = ("device", "host", "mmap")  # placements that one rank can have
 
@@ -62,7 +67,8 @@ def measure(args: Any) -> dict[str, Any]:
     report["idle"] = rows = idle_rows(args) if device != "cpu" else []
     report["idle_reason"] = None if rows else reason
     report["eplb"] = eplb_row(args) if args.expert_parallel_size > 1 else None
-    report["idle_fraction"] = max((r["idle_fraction"] for r in rows if r["overlap"]), default=None)
+    report["idle_fraction"] = max((r["idle_fraction"] for r in rows if r["overlap"] and r["graphs"]),
+                                  default=None)
     return report
 
 
@@ -249,41 +255,79 @@ def decode(llm: LLM, requests: int, seed: int, prompt: int) -> list:
 
 
 def idle_rows(args: Any) -> list[dict[str, Any]]:
-    """Idle share of decoding at several numbers of requests, with and without overlap."""
-    rows, settings = [], dict(max_num_seqs=max(REQUESTS), max_model_len=2048)
-    with LLM(args.model, args.device, args.numerics, args.seed, **settings) as llm:
-        for requests in REQUESTS:
-            for overlap in (False, True):
-                say(f"{llm.name}: {requests} requests, {'with' if overlap else 'without'} overlap")
-                llm.engine.cfg = replace(llm.engine.cfg, overlap=overlap)
-                rows.append({"requests": requests, "overlap": overlap} | idle_of(llm, requests, args.seed))
+    """Idle shares of decoding at several numbers of requests, with and without graphs and overlap."""
+    rows, settings = [], dict(max_num_seqs=max(REQUESTS), max_model_len=2048, speculate="off")
+    with LLM(args.model, args.device, args.numerics, args.seed, enforce_eager=False, **settings) as llm:
+        runner, graphs = llm.engine.runner, llm.engine.runner.graphs
+        for requests, captured, overlap in product(REQUESTS, (False, True), (False, True)):
+            say(f"{llm.name}: {_how(requests, captured, overlap)}")
+            runner.graphs = graphs if captured else None
+            llm.engine.cfg = replace(llm.engine.cfg, overlap=overlap)
+            rows.append({"requests": requests, "graphs": captured, "overlap": overlap}
+                        | idle_of(llm, requests, args.seed))
     return rows
 
 
+def _how(requests: int, captured: bool, overlap: bool) -> str:
+    return f"{requests} requests, {'graphs' if captured else 'eager'}, {'' if overlap else 'no '}overlap"
+
+
 def idle_of(llm: LLM, requests: int, seed: int, steps: int = 30) -> dict[str, Any]:
-    """`idle_fraction` and `step_ms` of so many decode steps, after some that warm up."""
+    """Idle shares and milliseconds of so many decode steps, after some that warm up; timed untraced."""
     handles = decode(llm, requests, seed, prompt=256)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            llm.step()
-        torch.cuda.synchronize()
-        step_ms = 1e3 * (time.perf_counter() - begin) / steps
+    step_ms = _steps_ms(llm, steps)
+    with marked(llm), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        _steps_ms(llm, steps)
     for handle in handles:
         llm.abort(handle.request_id)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         prof.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return {"idle_fraction": idle_fraction(events), "step_ms": step_ms}
+    return idle_shares(events) | {"step_ms": step_ms}
 
 
-def idle_fraction(events: list[dict[str, Any]]) -> float:
-    """Share of the time from the first event on the GPU to the end of the last in which none ran."""
-    device = [event for event in events if event.get("cat") in traces.ON_DEVICE]
-    span = max(e["ts"] + e["dur"] for e in device) - min(e["ts"] for e in device)
-    return 1 - 1e3 * traces.busy_ms(device) / span
+def _steps_ms(llm: LLM, steps: int) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        llm.step()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin) / steps
+
+
+@contextmanager
+def marked(llm: LLM) -> Iterator[None]:
+    """While open, a kernel that a trace tells by its name runs before and behind every pass of the model."""
+    runner, run = llm.engine.runner, llm.engine.runner.run
+
+    def between_marks(*args: Any) -> torch.Tensor:
+        torch.cuda._sleep(1)
+        logits = run(*args)
+        torch.cuda._sleep(1)
+        return logits
+
+    runner.run = between_marks
+    try:
+        yield
+    finally:
+        del runner.run
+
+
+def idle_shares(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Shares of the time on the GPU in which nothing ran: between passes of the model, and inside them.
+
+    What a pass waits for before its first kernel or copy counts as between.
+    """
+    device = sorted((e for e in events if e.get("cat") in traces.ON_DEVICE), key=lambda e: e["ts"])
+    begin = reached = device[0]["ts"]
+    idle, marks, inside = [0.0, 0.0], 0, False
+    for event in device:
+        idle[inside] += max(0.0, event["ts"] - reached)
+        reached = max(reached, event["ts"] + event["dur"])
+        marks += MARK in event["name"]
+        inside = marks % 2 == 1 and MARK not in event["name"]
+    return {"idle_fraction": idle[0] / (reached - begin), "gap_fraction": idle[1] / (reached - begin)}
 
 
 # ---- experts that move -----------------------------------------------------------------------------------
@@ -329,9 +373,9 @@ def show(report: dict[str, Any]) -> None:
         resident = f"{row['resident_bytes'] / 1e9:.3g} GB resident"
         table.add_row(name, f"{rows}; waited {waited:.0f} us of {row['step_ms']:.2f} ms a step; {resident}")
     for row in report["idle"]:
-        how = "with" if row["overlap"] else "without"
-        name = f"{row['requests']} requests {how} overlap"
-        table.add_row(name, f"GPU idle {row['idle_fraction']:.1%} of {row['step_ms']:.2f} ms a step")
+        idle = f"GPU idle {row['idle_fraction']:.1%} between steps, {row['gap_fraction']:.1%} inside"
+        name = _how(row["requests"], row["graphs"], row["overlap"])
+        table.add_row(name, f"{idle}, of {row['step_ms']:.2f} ms")
     if row := report["eplb"]:
         name = f"{row['layers']} layers rebalanced on {row['ranks']} ranks"
         balance = f"balance {row['before']:.3f} -> {row['after']:.3f}"

@@ -60,8 +60,13 @@ def test_so_many_requests_run_at_any_time():
 
 
 def test_idle_time_lies_between_what_runs_on_the_gpu():
-    def event(start, length, kind="kernel"):
-        return {"cat": kind, "ts": start, "dur": length}
+    def event(start, length, kind="kernel", name="gemm"):
+        return {"cat": kind, "ts": start, "dur": length, "name": name}
 
-    events = [event(0, 100), event(50, 100), event(250, 50, "gpu_memcpy"), event(10, 5000, "cpu_op")]
-    assert engine.idle_fraction(events) == pytest.approx(100 / 300)
+    def mark(start):
+        return event(start, 1, name=f"at::{engine.MARK}(long)")
+
+    events = [mark(0), event(11, 9, "gpu_memcpy"), event(25, 10), event(20, 8), mark(40), event(50, 10),
+              mark(70), event(71, 28), mark(99), event(10, 5000, "cpu_op")]
+    found = engine.idle_shares(events)  # of 100: 1-11, 41-50 and 60-70 between passes, 35-40 inside one
+    assert found == pytest.approx({"idle_fraction": 0.29, "gap_fraction": 0.05})
