@@ -142,6 +142,17 @@ def bench_startup(argv: list[str]) -> int:
     return steps.main(args, shlex.join(["dskit", "bench", "startup", *argv]))
 
 
+def bench_layer(argv: list[str]) -> int:
+    """One layer in a step: its kernels, the formulas, the compiler, beside its floor."""
+    from dskit.flags import LayerArgs
+
+    args = parse(LayerArgs, "bench layer", argv)
+    choose_kernels(args.kernels)
+    from dskit.bench import layer
+
+    return layer.main(args, shlex.join(["dskit", "bench", "layer", *argv]))
+
+
 def bench_kernels(argv: list[str]) -> int:
     """Every op's kernel at its released widths, beside its floor, its peers and torch.compile."""
     from dskit.flags import KernelsArgs
@@ -271,6 +282,7 @@ BENCHES: dict[str, Callable[[list[str]], int]] = {
     "decode": bench_decode,
     "serve": bench_serve,
     "startup": bench_startup,
+    "layer": bench_layer,
     "kernels": bench_kernels,
     "tune": bench_tune,
     "engine": bench_engine,

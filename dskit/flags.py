@@ -272,6 +272,22 @@ class StartupArgs(BenchArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerArgs(BenchArgs):
+    """Time single layers: by their kernels, by the formulas, and compiled, beside their floors."""
+
+    layers: Annotated[tuple[int, ...], arg(metavar="N")] = ()
+    """Which layers; by default all of them."""
+    requests: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 32, 128)
+    """Requests that decode at a time."""
+    context_len: Annotated[int, arg(metavar="N")] = 8192
+    """Tokens before the decoded one."""
+    prompt_len: Annotated[int, arg(metavar="N")] = 4096
+    """Tokens of the prompt."""
+    compile: bool = True
+    """Also time the formulas compiled, after their compilation."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServingArgs(BenchArgs):
     """Time what clients of a server see: time to first token, per token, to the end."""
 

@@ -179,6 +179,38 @@ class Plan:
                 "tokens_per_s": 1 / seconds, "exchange_us_per_token": 1e6 * self._exchange(layers),
                 "experts_ms": 1e3 * streamed / self.machine.bytes_per_s}
 
+    def layer(self, layer: int, requests: int, context: int, rows: int, experts: int) -> float:
+        """Floor in seconds of one layer in a step of one GPU: so many rows of each request, the last of which
+        sees `context`, meet so many of its experts. What several rows read alike is moved once.
+        """
+        c, tokens, ratio = self.config, requests * rows, self.config.ratio(layer)
+        kinds = ("entry", "window", "key")
+        entry, window, key = (Packing.of(c, self.numerics, what).nbytes for what in kinds)
+        seen = range(context - rows + 1, context + 1)
+        chosen = sum(self._chosen(layer, n) for n in seen) / rows
+        scores = layer in c.index_source_layer_ids
+        scored = sum(self._scored(layer, n) for n in seen) / rows if scores else 0
+        there = requests * (context // ratio) if ratio else 0
+        dense, expert = self._layer_bytes(layer)
+        moved = (dense + experts * expert + entry * min(tokens * chosen, there)
+                 + key * min(tokens * scored, there) + requests * window * (c.sliding_window + rows - 1)
+                 + tokens * (60 * c.hidden_size + 4.06 * c.num_attention_heads * c.head_dim))
+        narrow, wide = (b - a for a, b in zip(products(c, layer), products(c, layer + 1), strict=True))
+        narrow += 2 * c.index_n_heads * c.index_head_dim * scored
+        wide += 4 * c.num_attention_heads * c.head_dim * (c.sliding_window + chosen)
+        peak = self.machine.flop_per_s
+        return max(moved / self.machine.bytes_per_s, tokens * (narrow / peak["fp8"] + wide / peak["bf16"]))
+
+    def _layer_bytes(self, layer: int) -> tuple[int, int]:
+        """Bytes of a layer's weights without routed experts and tables, and of one of its experts."""
+        dense = expert = 0
+        for weight, _ in _kinds(self.config):
+            if weight.name.startswith(f"layers.{layer}.") and not weight.table:
+                size = _stored_bytes(weight, self.config)
+                dense, expert = ((dense, expert + size) if ".experts." in weight.name
+                                 else (dense + size, expert))
+        return dense, expert
+
     def _experts_read(self, rows: float) -> float:
         """Bytes of a GPU's experts that so many rows of the group touch, if they choose evenly."""
         touched = 1 - (1 - self.config.num_experts_per_tok / self.config.n_routed_experts) ** rows
@@ -299,9 +331,13 @@ def parts(config: ModelConfig) -> dict[str, int]:
             part = weight.name.removesuffix(".weight").replace("embed", "embedding")
         else:
             part = DENSE[0] if weight.fmt == "fp8" else DENSE[2]
-        stored = stored_form(weight, config).values()
-        found[part] += count * sum(NBYTES[dtype] * math.prod(shape) for dtype, shape in stored)
+        found[part] += count * _stored_bytes(weight, config)
     return dict(found.most_common())
+
+
+def _stored_bytes(weight: Weight, config: ModelConfig) -> int:
+    """Bytes of a weight as a checkpoint holds it, scales included."""
+    return sum(NBYTES[dtype] * math.prod(shape) for dtype, shape in stored_form(weight, config).values())
 
 
 def products(config: ModelConfig, layers: int) -> tuple[float, float]:

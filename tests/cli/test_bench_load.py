@@ -44,6 +44,22 @@ def test_decode_times_its_steps(capsys, tmp_path):
     assert rows[0]["output_tok_s"] > 0
 
 
+@pytest.mark.slow
+def test_layer(capsys, tmp_path):
+    words = ("--layers", "0", "3", "--requests", "1", "3", "--context-len", "70", "--prompt-len", "9")
+    rows = run(capsys, tmp_path, "layer", *words, "--no-compile")
+    seen = [(r["phase"], r["layer"], r["requests"], r["rows"], r["context"]) for r in rows]
+    steps = ("decode", 1, 1, 71), ("decode", 3, 1, 71), ("prefill", 1, 9, 9)
+    assert seen == [(phase, layer, *rest) for phase, *rest in steps for layer in (0, 3)]
+    assert all(r["us"] > 0 and r["torch_us"] > 0 and r["compile_us"] is None for r in rows)
+    assert rows[0]["experts"] == 2 < rows[4]["experts"] and rows[0]["floor_us"] is None  # no GPU, no floor
+
+
+def test_a_layer_that_is_not_there_is_refused(capsys):
+    assert cli.main(["bench", "layer", "tiny", "--device", "cpu", "--layers", "99"]) == 1
+    assert "--layers has 99; tiny has 0 to 7" in capsys.readouterr().err
+
+
 def test_a_context_that_is_too_short_is_refused(capsys):
     assert cli.main(["bench", "decode", "tiny", "--context-len", "2000"]) == 1
     assert "tiny holds 1024 tokens" in capsys.readouterr().err

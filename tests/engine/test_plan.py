@@ -118,6 +118,22 @@ def test_prefill_floors_of_flash(context, replay, us):
         assert found["experts_ms"] == close(16.8, rel=0.03)
 
 
+@pytest.mark.parametrize("requests", [1, 128])
+def test_layers_and_head_take_what_a_step_takes(requests):
+    plan = Plan(preset("slice"), 1, H200)
+    met = 384 * (1 - (1 - 6 / 384) ** requests)
+    layers = sum(plan.layer(layer, requests, 8192, 1, met) for layer in range(6))
+    head = plan.parts["head"] / H200.bytes_per_s
+    assert 1e3 * (layers + head) == close(plan.decode(requests, 8192)["floor_ms"], rel=0.01)
+
+
+def test_the_floor_of_a_prompt_is_its_arithmetic():
+    """4,096 rows of a layer that reads all earlier entries' best, met by all experts."""
+    plan, rows = Plan(preset("slice"), 1, H200), 4096
+    per_row = plan._token_seconds(rows, 5) - plan._token_seconds(rows, 4)
+    assert 0.9 * rows * per_row < plan.layer(4, 1, rows, rows, 384) <= rows * per_row
+
+
 @pytest.mark.parametrize(("gpus", "us_128", "ms_8k"), [(2, 5.3, 0.34), (4, 13.2, 0.85), (8, 20.7, 1.32)])
 def test_exchange_of_a_layer(gpus, us_128, ms_8k):
     plan = flash(gpus)
