@@ -6,6 +6,7 @@ from dskit import LLM, checkpoint, ops
 from dskit.config import preset
 from dskit.engine.seq import SamplingParams
 from dskit.evaluate import evaluate
+from tests.engine.test_llm import bits_in_company
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[9 + (7 * i * j) % 240 for j in range(3 + 11 * i)] for i in range(4)]
@@ -72,6 +73,11 @@ def test_what_cannot_be_captured_runs_eagerly(rounded, caplog):
     assert stats["graph_failures"] > 0 == stats["graph_steps"] and "CannotRepeat" in caplog.text
     with ops.use({"moe.experts": "torch"}), LLM(rounded, speculate="off") as llm:
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == found
+
+
+@pytest.mark.parametrize("numerics", ["exact", "release"])
+def test_bits_do_not_depend_on_the_batch(numerics):
+    bits_in_company(checkpoint.load("tiny", numerics=numerics, device="cuda", batch_invariant=True), 50)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

@@ -112,6 +112,10 @@ def test_mask_and_compact_agree_and_differ_from_off(model):
 
 @pytest.mark.parametrize("batchings", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_bits_do_not_depend_on_the_batch(model, batchings):
+    bits_in_company(model, batchings)
+
+
+def bits_in_company(model, batchings):
     """One request's log-probabilities alone, and in random company, order and sizes of chunks."""
     params, r = replace(GREEDY, logprobs=512), random.Random(0)
     with LLM(model, speculate="off") as llm:
