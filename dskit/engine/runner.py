@@ -18,6 +18,7 @@ Source: engine.md sections 3, 6.5, 8.1; model.md 3.15.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -118,15 +119,23 @@ def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.nda
     return RingPlan(_tensor(np.where(want < 0, -1, read)), _tensor(history), _tensor(kept), _tensor(slots))
 
 
-def _ids(w: Work, start: int, stop: int) -> np.ndarray:
-    """Token ids of some positions; 0 stands for one that is not known."""
-    known = w.tokens[start : stop - w.unknown]
-    return np.asarray(known + [0] if w.unknown else known, dtype=np.int64)
+def _ids(work: list[Work], at: Layout, reach: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of the rows and of `reach` positions before each work's first, where among them each row stands).
+
+    -1 stands before a sequence begins, 0 for an id that is not known.
+    """
+    ids: list[int] = []
+    for w, start, stop in zip(work, at.starts.tolist(), at.stops.tolist(), strict=True):
+        ids += [-1] * (reach - start)
+        ids += w.tokens[max(0, start - reach) : stop - w.unknown]
+        ids += [0] * w.unknown
+    return np.array(ids, dtype=np.int64), np.arange(len(at.pos)) + (at.owner + 1) * reach
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """One array of integers; also of none, where a rank of a group takes part in a step without rows."""
-    return np.concatenate((np.arange(0), *parts))
+def _runs(counts: np.ndarray) -> list[tuple[int, int]]:
+    """(first, last + 1) of neighbours with equal counts; one run of nothing where there are none."""
+    edges = [0, *(1 + np.flatnonzero(np.diff(counts))).tolist(), len(counts)]
+    return list(itertools.pairwise(edges))
 
 
 def _tensor(array: np.ndarray | None) -> Tensor | None:
@@ -291,16 +300,17 @@ class ModelRunner:
     def _rows(self, work: list[Work], at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> Step:
         """What concerns the rows themselves; floors: first position that windows show, per work."""
         config = self.config
-        ids = _joined([_ids(w, a, b) for w, a, b in zip(work, at.starts, at.stops, strict=True)])
+        around, place = _ids(work, at, config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0)
+        ids = around[place]
         image = ids == config.image_token_id if config.image_token_id is not None else ids < 0
         unknown = [i for i, w in enumerate(work) if w.unknown]
         ids[at.offsets[1:][unknown] - 1] = -at.slots[unknown]
         step = Step(_tensor(ids), _tensor(at.pos), {}, self._windows(at, floor, late_floor),
                     split=config.split)
         step.image = _tensor(image) if image.any() else None
-        step.segments = {r: self._segments(work, at, r) for r in self._ratios}
+        step.segments = self._segments(work, at)
         if config.engram_layer_ids:
-            step.gram = self._grams(work, at)
+            step.gram = self._grams(around, place)
         return step
 
     def _windows(self, at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> tuple[RingPlan, RingPlan]:
@@ -333,48 +343,28 @@ class ModelRunner:
         rows = np.flatnonzero(at.pos >= at.fresh[at.owner]) if again else None
         return GroupPlan(ring, _tensor(entry * ratio), slots, _tensor(rows))
 
-    def _segments(self, work: list[Work], at: Layout, ratio: int) -> list[Pages]:
-        """Runs of works with equally many rows; each with the blocks of all visible entries."""
-        per_block, found, i = self.block_size // ratio, [], 0
-        while i < len(work):
-            j = i + 1
-            while j < len(work) and at.counts[j] == at.counts[i]:
-                j += 1
-            rows = slice(int(at.offsets[i]), int(at.offsets[j]))
-            shape = (j - i, int(at.counts[i]))
-            visible = (at.pos[rows].reshape(shape) + 1) // ratio
-            longest = int(visible.max(initial=0))
-            blocks = np.zeros((j - i, -(-longest // per_block)), dtype=np.int64)
-            for k, w in enumerate(work[i:j]):
-                have = w.blocks[: blocks.shape[1]]
-                blocks[k, : len(have)] = have
-            found.append(Pages(rows, shape, _tensor(visible), _tensor(blocks), longest))
-            i = j
-        if not work:
-            none = _tensor(np.zeros((0, 1), dtype=np.int64))
-            found.append(Pages(slice(0, 0), (0, 1), none, none, 0))
+    def _segments(self, work: list[Work], at: Layout) -> dict[int, list[Pages]]:
+        """Runs of works with equally many rows; each with the blocks of all visible entries, by ratio."""
+        found: dict[int, list[Pages]] = {ratio: [] for ratio in self._ratios}
+        for i, j in _runs(at.counts):
+            rows, shape = slice(*at.offsets[[i, j]].tolist()), (j - i, int(at.counts[i]) if work else 1)
+            seen = at.pos[rows].reshape(shape) + 1
+            width = -(-int(seen.max(initial=0)) // self.block_size)
+            held = list(itertools.zip_longest(*(w.blocks[:width] for w in work[i:j]), fillvalue=0))
+            blocks = _tensor(np.array(held, dtype=np.int64).reshape(len(held), j - i).T)
+            for ratio, parts in found.items():
+                visible = seen // ratio
+                parts.append(Pages(rows, shape, _tensor(visible), blocks, int(visible.max(initial=0))))
         return found
 
-    def _grams(self, work: list[Work], at: Layout) -> Tensor:
+    def _grams(self, ids: np.ndarray, place: np.ndarray) -> Tensor:
         """Folded n-grams [T, Q] per row, newest first; what lies before the start or an image is filler."""
         config, folding = self.config, self.model.folding
-        longest, filler = config.engram_max_ngram_size, self.model.folding[config.engram_pad_token_id]
-        parts = [np.empty((0, longest), dtype=np.int64)]
-        for w, start, stop in zip(work, at.starts, at.stops, strict=True):
-            if start == stop:  # bounded replay kept none of its rows
-                continue
-            before = min(longest - 1, int(start))
-            ids = _ids(w, start - before, stop)
-            folded = np.where(ids == config.image_token_id, -1, folding[ids])
-            folded = np.concatenate((np.full(longest - 1 - before, -1), folded))
-            gram = np.lib.stride_tricks.sliding_window_view(folded, longest)[:, ::-1]
-            dead = np.logical_or.accumulate(gram < 0, axis=1)
-            parts.append(np.where(dead, filler, gram))
-        return _tensor(np.concatenate(parts))
+        folded = np.where((ids < 0) | (ids == config.image_token_id), -1, folding[ids])
+        gram = folded[place[:, None] - np.arange(config.engram_max_ngram_size)]
+        dead = np.logical_or.accumulate(gram < 0, axis=1)
+        return _tensor(np.where(dead, folding[config.engram_pad_token_id], gram))
 
     def _wanted(self, work: list[Work], at: Layout) -> Tensor:
-        rows = [np.arange(0) if w.want == "none" else
-                np.arange(at.offsets[i + 1] - min(at.counts[i], 1 if w.want == "last" else at.counts[i]),
-                          at.offsets[i + 1])
-                for i, w in enumerate(work)]
-        return _tensor(_joined(rows))
+        rows = np.array([{"none": 0, "last": 1, "all": len(at.pos)}[w.want] for w in work], dtype=np.int64)
+        return _tensor(np.flatnonzero(at.pos >= (at.stops - rows)[at.owner]))
