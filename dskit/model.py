@@ -215,12 +215,20 @@ class Model(nn.Module):
         The step's rows are [newest token, noise ...] of each request; its window plan commits nothing and
         lets every row read the ring and the whole block.
         """
-        state, last = self.streams(step.ids), self.mtp[-1]
+        return self.walk(*self.guess(step, memory), step.ids.unflatten(0, shape)[:, 0], shape, pick)
+
+    def walk(self, x: Tensor, base: Tensor, newest_B: Tensor, shape: tuple[int, int],
+             pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The end of a round: pick token by token from what `guess` gave."""
+        return propose(x.unflatten(0, shape), base.unflatten(0, shape), newest_B, self.mtp[-1], pick)
+
+    def guess(self, step: Step, memory: Memory) -> tuple[Tensor, Tensor]:
+        """A round as far as nothing is picked: the collapsed streams [B*M, D] and the logits [B*M, V]."""
+        state = self.streams(step.ids)
         for stage in self.mtp:
             state, _ = stage(state, step, memory, Global())
-        x = self.collapse(state, last)
-        base = self.logits(last.norm(x)).unflatten(0, shape)
-        return propose(x.unflatten(0, shape), base, step.ids.unflatten(0, shape)[:, 0], last, pick)
+        x = self.collapse(state, self.mtp[-1])
+        return x, self.logits(self.mtp[-1].norm(x))
 
     def collapse(self, state: State, owner: nn.Module) -> Tensor:
         """Streams -> one vector: with the last FFN's read weights, or V4's own, which `owner` holds."""

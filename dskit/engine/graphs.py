@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: what a step launches, kept and launched again by one call.
+"""CUDA graphs of decode steps and draft rounds: what they launch, kept and launched again by one call.
 
 Idea: the kernels of a decode step are short, and to launch them one by one takes longer than they run. A
 graph repeats a step's launches on the same addresses, so steps are padded to a few numbers of rows (1, 2, 4,
@@ -13,7 +13,7 @@ Before a graph is captured its step is run under `Unbroken`, which refuses what 
 where it stands; before it serves, its first step is also run as it is, and the two must agree. Where one of
 them fails, such steps run eagerly.
 
-Shapes: a graph per (rows, positions); logits float32 [rows, V], of which the first are the step's own.
+Shapes: a graph per `Size`; the first rows of its outputs are the step's own.
 State: one Graphs per runner, with one memory pool; `counts` says how often which way was taken.
 Errors: none; a failed capture is a warning, with its traceback in the log's debug lines, and a count
 (`graph_failures`).
@@ -41,12 +41,12 @@ from dskit.model import Step
 
 Eager = Callable[[], Tensor | None]
 Pause = Callable[[Eager], Tensor | None]  # runs a part of the work between two graphs
-Launches = Callable[[Pause], Tensor]
+Launches = Callable[[Pause], tuple[Tensor, ...]]
 
 logger = logging.getLogger("dskit.engine")
 MOST_ROWS = 512
 LEAST_POSITIONS = 256
-TOLERANCE = 0.01  # relative RMS between a graph's logits and those of the same step without one
+TOLERANCE = 0.01  # relative RMS between what a graph gives and the same step without it
 
 
 # ---- capturing ---------------------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ class Cuda:
     def __init__(self):
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(self, work: Launches) -> tuple[Callable[[], None], Tensor]:
-        """What repeats `work`, which has run before, and where its result will be."""
+    def capture(self, work: Launches) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+        """What repeats `work`, which has run before, and where its outputs will be."""
         torch.cuda.synchronize()
         gc.collect()  # nothing that is freed meanwhile shall touch the device
         with torch.cuda.stream(self.stream):
@@ -188,12 +188,25 @@ class Fetched:
 
 @dataclass
 class Graph:
-    """A captured step: its inputs, what repeats it, and where its logits are. `checked`: it has served."""
+    """A captured step: its inputs, what repeats it, and where its outputs are. `checked`: it has served."""
 
     inputs: Parcel
     replay: Callable[[], None]
-    logits: Tensor
+    outputs: tuple[Tensor, ...]
     checked: bool = False
+
+
+@dataclass(frozen=True)
+class Size:
+    """What steps of one graph share: "decode", so many rows and positions; or "draft", so many rounds."""
+
+    kind: str
+    rows: int
+    positions: int = 0
+
+    def __str__(self) -> str:
+        within = f" within {self.positions} positions" if self.positions else ""
+        return f"{self.kind} steps of {self.rows}{within}"
 
 
 class Graphs:
@@ -201,83 +214,106 @@ class Graphs:
 
     def __init__(self, runner: Any, backend: Any):
         self.runner, self.backend = runner, backend
-        self.graphs: dict[tuple[int, int], Graph | None] = {}  # None: it failed, run eagerly
+        self.graphs: dict[Size, Graph | None] = {}  # None: it failed, run eagerly
         self.counts = {"graph_steps": 0, "eager_steps": 0, "graph_failures": 0}
 
-    def run(self, work: list[Any]) -> Tensor | None:
+    def decode(self, work: list[Any]) -> Tensor | None:
         """Logits of a decode step, or None where it has to run eagerly."""
         rows, stop = sum(w.stop - w.start for w in work), max((w.stop for w in work), default=0)
-        key = _rows(rows), max(LEAST_POSITIONS, 1 << (stop - 1).bit_length())
-        inputs = self._inputs(work, key) if 0 < rows <= MOST_ROWS and self.graphs.get(key, True) else None
-        graph = self._graph(key) if inputs is not None else None
-        logits = self._replay(graph, inputs, key) if graph is not None else None
-        self.counts["eager_steps" if logits is None else "graph_steps"] += 1
-        return None if logits is None else logits[:rows].clone()
+        size = Size("decode", _padded(rows), max(LEAST_POSITIONS, 1 << (stop - 1).bit_length()))
+        found = self._outputs(size, work, rows)
+        self.counts["eager_steps" if found is None else "graph_steps"] += 1
+        return None if found is None else found[0]
+
+    def guess(self, rounds: list[tuple[int, int, int]]) -> tuple[Tensor, ...] | None:
+        """`Model.guess` for (slot, start, newest token) each, or None where it has to run eagerly."""
+        rows = len(rounds) * self.runner.config.dspark_block_size
+        return self._outputs(Size("draft", _padded(len(rounds))), rounds, rows)
 
     @torch.inference_mode()
     def recapture(self) -> int:
         """Capture every graph again, as other kernels were chosen; how many there are now."""
-        keys = list(self.graphs)
+        sizes = list(self.graphs)
         self.graphs.clear()
         with ops.step("decode"):
-            return sum(self._graph(key) is not None for key in keys)
+            return sum(self._graph(size) is not None for size in sizes)
 
-    def _graph(self, key: tuple[int, int]) -> Graph | None:
+    def _outputs(self, size: Size, work: list[Any], rows: int) -> tuple[Tensor, ...] | None:
+        """The first rows of what a step gives, by the graph of its size; None: there is none."""
+        known = 0 < size.rows <= MOST_ROWS and self.graphs.get(size, True)
+        inputs = self._inputs(size, work) if known and rows else None
+        graph = self._graph(size) if inputs is not None else None
+        if graph is None or not self._replay(graph, size, inputs):
+            return None
+        return tuple(of[:rows].clone() for of in graph.outputs)
+
+    def _graph(self, size: Size) -> Graph | None:
         """The graph of a size, captured now if it is new; None if that failed."""
-        if key not in self.graphs:
+        if size not in self.graphs:
             try:
-                nobody = self._inputs([], key)
+                nobody = self._inputs(size, [])
                 inputs = Parcel(nobody, self.runner.device)
-                work = partial(self._logits, inputs.fill(nobody))
+                work = partial(self._launches(size), inputs.fill(nobody))
                 work(straight)  # compiles kernels, fills caches
                 with Unbroken() as unbroken:
                     work(unbroken.pause)
-                self.graphs[key] = Graph(inputs, *self.backend.capture(work))
+                self.graphs[size] = Graph(inputs, *self.backend.capture(work))
             except Exception as error:
-                logger.debug("the capture of %d rows within %d positions failed", *key, exc_info=True)
-                self._fail(key, f"{type(error).__name__}: {error}")
-        return self.graphs[key]
+                logger.debug("the capture of %s failed", size, exc_info=True)
+                self._fail(size, f"{type(error).__name__}: {error}")
+        return self.graphs[size]
 
-    def _logits(self, inputs: Step, pause: Pause) -> Tensor:
-        """What a graph holds, from the step as it was laid out to the logits."""
+    def _replay(self, graph: Graph, size: Size, inputs: Step) -> bool:
+        """Run a step by its graph; False if its first one shows that the graph is wrong."""
+        step = graph.inputs.fill(inputs)
+        graph.replay()
+        if not graph.checked:
+            for found, want in zip(graph.outputs, self._launches(size)(step, straight), strict=True):
+                away = (found - want).float().square().mean().sqrt() / want.float().square().mean().sqrt()
+                if not away < TOLERANCE and want.isfinite().all():
+                    self._fail(size, f"it differs by {away:.2g} from the same step without it")
+                    return False
+            graph.checked = True
+        return True
+
+    def _fail(self, size: Size, why: str) -> None:
+        logger.warning("no CUDA graph for %s, which run eagerly: %s", size, why)
+        self.graphs[size] = None
+        self.counts["graph_failures"] += 1
+
+    # ---- the kinds of steps --------------------------------------------------------------------------------
+
+    def _launches(self, size: Size) -> Callable[[Step, Pause], tuple[Tensor, ...]]:
+        """What a graph holds: from a step as it was laid out to its outputs."""
+        return self._logits if size.kind == "decode" else self._guesses
+
+    def _logits(self, inputs: Step, pause: Pause) -> tuple[Tensor]:
         runner = self.runner
         step = runner.arrive(inputs, unknown=True)
         if isinstance(runner.engram, Remote):
             step.found = Fetched(runner.engram, step.gram, pause)
-        return runner.model(step, runner.memory)
+        return (runner.model(step, runner.memory),)
 
-    def _replay(self, graph: Graph, inputs: Step, key: tuple[int, int]) -> Tensor | None:
-        step = graph.inputs.fill(inputs)
-        graph.replay()
-        if not graph.checked:
-            want = self._logits(step, straight)
-            away = (graph.logits - want).square().mean().sqrt() / want.square().mean().sqrt()
-            if not away < TOLERANCE and want.isfinite().all():
-                self._fail(key, f"its logits differ by {away:.2g} from those of the same step without it")
-                return None
-            graph.checked = True
-        return graph.logits
+    def _guesses(self, inputs: Step, pause: Pause) -> tuple[Tensor, Tensor]:
+        return self.runner.model.guess(self.runner.arrive(inputs, unknown=False), self.runner.memory)
 
-    def _fail(self, key: tuple[int, int], why: str) -> None:
-        logger.warning("no CUDA graph for %d rows within %d positions, which run eagerly: %s", *key, why)
-        self.graphs[key] = None
-        self.counts["graph_failures"] += 1
-
-    def _inputs(self, work: list[Any], key: tuple[int, int]) -> Step | None:
+    def _inputs(self, size: Size, work: list[Any]) -> Step | None:
         """A step as it is laid out, in the shapes of its size; None where it holds what a graph does not."""
-        rows, positions = key
-        filler = self.runner.placeholder()
-        step = self.runner.lay_out([*work, *[filler] * (rows - sum(w.stop - w.start for w in work))])
+        runner = self.runner
+        if size.kind == "draft":
+            return runner.lay_out_block([*work, *[(0, 0, 0)] * (size.rows - len(work))])
+        fillers = [runner.placeholder()] * (size.rows - sum(w.stop - w.start for w in work))
+        step = runner.lay_out([*work, *fillers])
         if step.tail is not None or step.windows[0].history is not None:
             return None
-        size = self.runner.block_size
-        groups = {ratio: _pad_group(group, rows) for ratio, group in step.groups.items()}
-        segments = {ratio: [_by_row(parts, -(-positions // size), size // ratio)]
+        groups = {ratio: _pad_group(group, size.rows) for ratio, group in step.groups.items()}
+        blocks = -(-size.positions // runner.block_size)
+        segments = {ratio: [_by_row(parts, blocks, runner.block_size // ratio)]
                     for ratio, parts in step.segments.items()}
         return replace(step, groups=groups, segments=segments, wanted=None, image=None)
 
 
-def _rows(rows: int) -> int:
+def _padded(rows: int) -> int:
     """The number of rows that so many are padded to."""
     return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 

@@ -193,7 +193,7 @@ class ModelRunner:
         longest = self.rows_per_round
         decodes = all(w.start >= w.prompt_len and w.stop - w.start <= longest for w in work)
         with ops.step(kind or ("decode" if decodes else "prefill")):
-            logits = self.graphs.run(work) if self.graphs and decodes else None
+            logits = self.graphs.decode(work) if self.graphs and decodes else None
             return self.model(self.step(work), self.memory) if logits is None else logits
 
     def placeholder(self) -> Work:
@@ -208,13 +208,21 @@ class ModelRunner:
         Gives tokens [B, G], the logits [B, G, V] that `pick` drew them from, and logits [B, G] of the
         confidence in each. The caches stay as they are.
         """
-        step = self._block(*(np.array(each, dtype=np.int64) for each in (slots, starts, newest)))
+        rounds, shape = list(zip(slots, starts, newest, strict=True)), (len(slots), self.rows_per_round - 1)
         with ops.step("decode"):
-            return self.model.draft(step, self.memory, (len(slots), self.config.dspark_block_size), pick)
+            found = self.graphs.guess(rounds) if self.graphs else None
+            if found is None:
+                step = self.arrive(send_all(self.lay_out_block(rounds), self.device), unknown=False)
+                found = self.model.guess(step, self.memory)
+            return self.model.walk(*found, send(torch.tensor(newest), self.device), shape, pick)
 
-    def _block(self, slots: np.ndarray, starts: np.ndarray, newest: np.ndarray) -> Step:
-        """Rows [newest token, noise ...] of each slot; all see the window before them and the whole block."""
+    def lay_out_block(self, rounds: list[tuple[int, int, int]]) -> Step:
+        """Rows [newest token, noise ...] of each (slot, start, newest token), as `lay_out` leaves them.
+
+        All see the window before them and the whole block.
+        """
         config, ring = self.config, pools.window_ring(self.config)
+        slots, starts, newest = np.array(rounds, dtype=np.int64).reshape(-1, 3).T
         B, G = len(slots), config.dspark_block_size
         before = starts[:, None] + np.arange(-config.sliding_window, 0)
         history = np.where(before < 0, 0, slots[:, None] * ring + before % ring)
@@ -225,9 +233,8 @@ class ModelRunner:
         plan = RingPlan(*(_tensor(a) for a in (read, history.ravel(), nothing, nothing)))
         ids = np.full((B, G), config.dspark_noise_token_id)
         ids[:, 0] = newest
-        pos = (starts[:, None] + np.arange(G)).ravel()
-        step = send_all(Step(_tensor(ids.ravel()), _tensor(pos), {}, (plan, plan)), self.device)
-        return replace(step, rope={False: turns(step.pos, self.model.frequency_0)})
+        pos = starts[:, None] + np.arange(G)
+        return Step(_tensor(ids.ravel()), _tensor(pos.ravel()), {}, (plan, plan))
 
     def publish(self, slots: list[int], ids: Tensor) -> None:
         """Note the newest token of each slot, for steps that are planned before it is known."""
