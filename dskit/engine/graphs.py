@@ -118,7 +118,7 @@ class Cuda:
         torch.cuda.synchronize()
         gc.collect()  # nothing that is freed meanwhile shall touch the device
         with torch.cuda.stream(self.stream):
-            recording = Recording(self.pool)
+            recording = Recording(self._begin)
             try:
                 out = work(recording.pause)
                 recording.end()
@@ -129,17 +129,18 @@ class Cuda:
         torch.cuda.current_stream().wait_stream(self.stream)
         return recording.replay, out
 
+    def _begin(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        return graph
+
 
 class Recording:
-    """Graphs with breaks between them, in the order in which they are launched."""
+    """Graphs with breaks between them, in the order in which they are launched; `begin` begins one."""
 
-    def __init__(self, pool: Any):
-        self._pool, self._parts = pool, list[Callable[[], Any]]()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+    def __init__(self, begin: Callable[[], Any]):
+        self._begin, self._parts = begin, list[Callable[[], Any]]()
+        self._graph = begin()
 
     def end(self) -> None:
         """End a graph and run it: what follows may read what it computes."""
@@ -152,7 +153,7 @@ class Recording:
         self.end()
         held = eager()
         self._parts.append(eager if held is None else lambda: held.copy_(eager()))
-        self._begin()
+        self._graph = self._begin()
         return held
 
     def abandon(self) -> None:
