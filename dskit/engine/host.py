@@ -10,7 +10,7 @@ Source: engine.md section 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -34,19 +34,17 @@ def mapped(value: Any, work: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def leaves(value: Any) -> Iterator[Tensor]:
+def leaves(value: Any) -> list[Tensor]:
     """The tensors of a structure, in the order in which `mapped` meets them."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from leaves(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from leaves(one)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from leaves(getattr(value, field.name))
+        return [value]
+    if is_dataclass(value):
+        value = vars(value)  # in the order of its fields
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [leaf for one in value if one is not None for leaf in leaves(one)]
 
 
 class Parcel:
