@@ -217,6 +217,7 @@ class Graphs:
         self.runner, self.backend = runner, backend
         self.graphs: dict[Size, Graph | None] = {}  # None: it failed, run eagerly
         self.counts = {"graph_steps": 0, "eager_steps": 0, "graph_failures": 0}
+        self._choice = ops.revision()  # of kernels, that the graphs were captured with
 
     def decode(self, work: list[Any]) -> Tensor | None:
         """Logits of a decode step, or None where it has to run eagerly."""
@@ -241,6 +242,8 @@ class Graphs:
 
     def _outputs(self, size: Size, work: list[Any], rows: int) -> tuple[Tensor, ...] | None:
         """The first rows of what a step gives, by the graph of its size; None: there is none."""
+        if self._choice != ops.revision():
+            self.graphs.clear()
         known = 0 < size.rows <= MOST_ROWS and self.graphs.get(size, True)
         inputs = self._inputs(size, work) if known and rows else None
         graph = self._graph(size) if inputs is not None else None
@@ -262,6 +265,7 @@ class Graphs:
             except Exception as error:
                 logger.debug("the capture of %s failed", size, exc_info=True)
                 self._fail(size, f"{type(error).__name__}: {error}")
+            self._choice = ops.revision()  # kernels that were imported meanwhile included
         return self.graphs[size]
 
     def _replay(self, graph: Graph, size: Size, inputs: Step) -> bool:

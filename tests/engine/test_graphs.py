@@ -147,14 +147,18 @@ def test_a_graph_that_computes_something_else_is_not_used(model, eager, caplog):
 
 
 def test_a_swap_captures_again(model):
-    backend = Backend()
+    backend, short = Backend(), SamplingParams(max_tokens=3, ignore_eos=True)
     with graphed(model, backend, speculate="off") as llm:
-        want = llm.generate(PROMPTS[0], PARAMS[0]).token_ids
+        want = llm.generate(PROMPTS[0], short).token_ids
         before = backend.captured
         done = llm.swap()
         assert done.graphs == before == backend.captured - before > 0
         assert "CUDA graphs captured again" in repr(done)
-        assert llm.generate(PROMPTS[0], PARAMS[0]).token_ids == want
+        assert llm.generate(PROMPTS[0], short).token_ids == want
+        assert backend.captured == 2 * before
+        with ops.use(moe="torch"):  # no swap, and yet the graphs hold other kernels
+            assert llm.generate(PROMPTS[0], short).token_ids == want
+        assert backend.captured == 3 * before
 
 
 def test_sizes():
