@@ -218,6 +218,7 @@ class Graphs:
         self.graphs: dict[Size, Graph | None] = {}  # None: it failed, run eagerly
         self.counts = {"graph_steps": 0, "eager_steps": 0, "graph_failures": 0}
         self._choice = ops.revision()  # of kernels, that the graphs were captured with
+        self._refused: set[str] = set()  # kinds of steps that do what no graph repeats, whatever their size
 
     def decode(self, work: list[Any]) -> Tensor | None:
         """Logits of a decode step, or None where it has to run eagerly."""
@@ -236,16 +237,20 @@ class Graphs:
     def recapture(self) -> int:
         """Capture every graph again, as other kernels were chosen; how many there are now."""
         sizes = list(self.graphs)
-        self.graphs.clear()
+        self._forget()
         with ops.step("decode"):
             return sum(self._graph(size) is not None for size in sizes)
+
+    def _forget(self) -> None:
+        self.graphs.clear()
+        self._refused.clear()
 
     def _outputs(self, size: Size, work: list[Any], rows: int) -> tuple[Tensor, ...] | None:
         """The first rows of what a step gives, by the graph of its size; None: there is none."""
         if self._choice != ops.revision():
-            self.graphs.clear()
-        known = 0 < size.rows <= MOST_ROWS and self.graphs.get(size, True)
-        inputs = self._inputs(size, work) if known and rows else None
+            self._forget()
+        able = 0 < size.rows <= MOST_ROWS and size.kind not in self._refused and self.graphs.get(size, True)
+        inputs = self._inputs(size, work) if able and rows else None
         graph = self._graph(size) if inputs is not None else None
         if graph is None or not self._replay(graph, size, inputs):
             return None
@@ -265,6 +270,7 @@ class Graphs:
             except Exception as error:
                 logger.debug("the capture of %s failed", size, exc_info=True)
                 self._fail(size, f"{type(error).__name__}: {error}")
+                self._refused |= {size.kind} if isinstance(error, CannotRepeat) else set()
             self._choice = ops.revision()  # kernels that were imported meanwhile included
         return self.graphs[size]
 
