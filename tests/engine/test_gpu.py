@@ -75,9 +75,9 @@ def test_what_cannot_be_captured_runs_eagerly(rounded, caplog):
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == found
 
 
-@pytest.mark.parametrize("numerics", ["exact", "release"])
-def test_bits_do_not_depend_on_the_batch(numerics):
-    bits_in_company(checkpoint.load("tiny", numerics=numerics, device="cuda", batch_invariant=True), 50)
+def test_bits_do_not_depend_on_the_batch():
+    """With the kernels; the formulas of exact numerics sum on a GPU as its library chooses for a batch."""
+    bits_in_company(checkpoint.load("tiny", device="cuda", batch_invariant=True), 50)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
