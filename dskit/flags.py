@@ -79,9 +79,8 @@ class ServeArgs(ModelArgs):
     """Judge a placement by the peaks of single steps, or by the rows of all."""
     distributed_timeout_seconds: Annotated[float, arg(metavar="FLOAT")] = 60.0
     """The group of ranks ends after so long without a sign of one of them."""
-    enforce_eager: bool = True
-    """Launch every kernel of a decode step by itself; otherwise one GPU captures CUDA graphs, which are not
-    the default before they have been measured."""
+    enforce_eager: bool = False
+    """Launch every kernel of a decode step by itself, where one GPU would replay a CUDA graph of them."""
     speculate: Literal["off", "static", "scheduled"] | None = None
     """Let the draft guess ahead and verify every guess, or those that pay; by default what pays, where there
     is a draft."""

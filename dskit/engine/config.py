@@ -68,9 +68,8 @@ class EngineConfig:
     """Milliseconds of a step by its rows, as `dskit bench spec` measures them."""
     draft_temperatures: tuple[float, ...] | None = None
     """What the draft's confidences are divided by, as `dskit bench spec` fits them."""
-    enforce_eager: bool = True
-    """Launch every kernel of a decode step by itself; otherwise one GPU captures CUDA graphs, which are not
-    the default before they have been measured."""
+    enforce_eager: bool = False
+    """Launch every kernel of a decode step by itself, where one GPU would replay a CUDA graph of them."""
     ep: int = 1
     """Ranks that share the routed experts."""
     num_redundant_experts: int = 0
