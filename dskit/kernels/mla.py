@@ -82,8 +82,9 @@ TAILED = {1 << 62: _config(32, 8, 1)}  # words of bfloat16 channels would be sta
 NUMBERS = {1 << 62: _config(64, 8, 2)}  # two tiles of 64 KB beside the queries'; not yet measured
 CANDIDATES = {"mla.attend_cached": (_config(64, 8, 1), _config(64, 8, 5), _config(32, 8, 1),
                                     _config(32, 8, 5)),
-              "mla.attend_cached/numbers": (_config(64, 8, 2), _config(64, 8, 3), _config(32, 8, 2),
-                                            _config(32, 8, 3), _config(32, 8, 4))}
+              "mla.attend_cached/numbers": (_config(64, 8, 2), _config(64, 16, 2), _config(32, 8, 3),
+                                            _config(32, 8, 4), _config(32, 8, 5), _config(32, 16, 4),
+                                            _config(16, 8, 6))}
 MOST_HEADS = 64  # of one program
 MOST_SPLITS = 32
 JOINED_HEADS = 4  # heads that one program joins
