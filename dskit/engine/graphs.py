@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -216,7 +217,7 @@ class Graphs:
     def __init__(self, runner: Any, backend: Any):
         self.runner, self.backend = runner, backend
         self.graphs: dict[Size, Graph | None] = {}  # None: it failed, run eagerly
-        self.counts = {"graph_steps": 0, "eager_steps": 0, "graph_failures": 0}
+        self.counts = {"graph_steps": 0, "eager_steps": 0, "graph_failures": 0, "graph_capture_ms": 0}
         self._choice = ops.revision()  # of kernels, that the graphs were captured with
         self._refused: set[str] = set()  # kinds of steps that do what no graph repeats, whatever their size
 
@@ -259,6 +260,7 @@ class Graphs:
     def _graph(self, size: Size) -> Graph | None:
         """The graph of a size, captured now if it is new; None if that failed."""
         if size not in self.graphs:
+            begin = time.perf_counter()
             try:
                 nobody = self._inputs(size, [])
                 inputs = Parcel(nobody, self.runner.device)
@@ -272,6 +274,7 @@ class Graphs:
                 self._fail(size, f"{type(error).__name__}: {error}")
                 self._refused |= {size.kind} if isinstance(error, CannotRepeat) else set()
             self._choice = ops.revision()  # kernels that were imported meanwhile included
+            self.counts["graph_capture_ms"] += round(1e3 * (time.perf_counter() - begin))
         return self.graphs[size]
 
     def _replay(self, graph: Graph, size: Size, inputs: Step) -> bool:
