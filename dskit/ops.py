@@ -630,6 +630,11 @@ def _range_outside_steps() -> None:
     _state.ranging = [ranges.around for ranges in _state.ranges if ranges.every == 1]
 
 
+def watched() -> bool:
+    """Whether anyone sees the calls of this step: then they are made, where a CUDA graph would repeat them."""
+    return bool(_state.ranging or _state.watchers)
+
+
 @contextmanager
 def _range(label: str) -> Iterator[None]:
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ n-gram tables that lie elsewhere are asked for and awaited so.
 
 Before a graph is captured its step is run under `Unbroken`, which refuses what no graph can repeat and says
 where it stands; before it serves, its first step is also run as it is, and the two must agree. Where one of
-them fails, such steps run eagerly.
+them fails, such steps run eagerly; so do steps whose calls of ops somebody watches, in a profile say.
 
 Shapes: a graph per `Size`; the first rows of its outputs are the step's own.
 State: one Graphs per runner, with one memory pool; `counts` says how often which way was taken.
@@ -251,7 +251,7 @@ class Graphs:
         if self._choice != ops.revision():
             self._forget()
         able = 0 < size.rows <= MOST_ROWS and size.kind not in self._refused and self.graphs.get(size, True)
-        inputs = self._inputs(size, work) if able and rows else None
+        inputs = self._inputs(size, work) if able and rows and not ops.watched() else None
         graph = self._graph(size) if inputs is not None else None
         if graph is None or not self._replay(graph, size, inputs):
             return None

@@ -9,7 +9,7 @@ it and has a bar of its own.
 
 Units: milliseconds; on a GPU those between two events of its queue, else the processor's.
 State: sampling goes on until "pause", or until another LiveProfile starts. The newest 20 samples are kept.
-Errors: none of its own. Steps that replay a CUDA graph call no op, so they have one bar, `(outside ops)`.
+Errors: none of its own. A step that is looked at calls its ops, also where others replay a CUDA graph.
 Try: notebooks/06_kernel_swap_and_profile.ipynb
 """
 

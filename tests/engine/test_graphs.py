@@ -150,6 +150,13 @@ def test_what_no_graph_can_repeat_is_tried_once_for_each_choice_of_kernels(model
         assert llm.stats()["graph_failures"] == 2 and not llm.stats()["graph_steps"]
 
 
+def test_a_step_that_is_watched_calls_its_ops(model, eager):
+    calls, params = [], replace(PARAMS[0], max_tokens=3)
+    with graphed(model, speculate="off") as llm, ops.watch(lambda op, *_: calls.append(op.name)):
+        assert llm.generate(PROMPTS[0], params).token_ids == eager[0][:3]
+        assert llm.stats()["eager_steps"] == 2 and calls.count("mla.attend_cached") == 3 * len(model.layers)
+
+
 def test_a_graph_that_computes_something_else_is_not_used(model, eager, caplog):
     class Wrong(Backend):
         def capture(self, work):
