@@ -631,7 +631,7 @@ def _range_outside_steps() -> None:
 
 
 def watched() -> bool:
-    """Whether anyone sees the calls of this step: then they are made, where a CUDA graph would repeat them."""
+    """Whether anyone sees the calls of this step: then they are made, where a graph would repeat them."""
     return bool(_state.ranging or _state.watchers)
 
 
