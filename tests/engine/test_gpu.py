@@ -42,14 +42,14 @@ GRAPHS = [{"speculate": "off"}, {"speculate": "off", "overlap": False}, {"specul
 
 @pytest.mark.parametrize("settings", GRAPHS, ids=str)
 def test_graphs_change_no_token(rounded, settings):
-    with LLM(rounded, **settings) as llm:
+    with LLM(rounded, enforce_eager=True, **settings) as llm:
         want = [r.token_ids for r in llm.generate(PROMPTS, PARAMS)]
-    with LLM(rounded, canary="raise", enforce_eager=False, **settings) as llm:
+    with LLM(rounded, canary="raise", **settings) as llm:
         for _ in range(2):
             assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == want
         before = llm.stats()
         assert before["graph_steps"] > 10 and not before["graph_failures"] + before["eager_steps"]
-        assert llm.swap({"moe.plan": "torch"}).graphs > 1
+        assert llm.swap({"moe.plan": "torch"}).graphs
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == want
         llm.swap({"moe.plan": "auto"})
         assert not llm.stats()["graph_failures"]
@@ -59,19 +59,19 @@ def test_graphs_change_no_token(rounded, settings):
 def test_graphs_have_breaks_where_tables_lie_elsewhere(placement, tmp_path):
     path = checkpoint.write_random(preset("tiny"), tmp_path)
     settings = dict(device="cuda", batch_invariant=True, speculate="off", engram_placement=placement)
-    with LLM(path, **settings) as llm:
+    with LLM(path, enforce_eager=True, **settings) as llm:
         want = [r.token_ids for r in llm.generate(PROMPTS, PARAMS)]
-    with LLM(path, enforce_eager=False, **settings) as llm:
+    with LLM(path, **settings) as llm:
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == want
         assert llm.stats()["graph_steps"] > 10 and not llm.stats()["graph_failures"]
 
 
 def test_what_cannot_be_captured_runs_eagerly(rounded, caplog):
-    with ops.use({"moe.experts": "torch"}), LLM(rounded, enforce_eager=False, speculate="off") as llm:
+    with ops.use({"moe.experts": "torch"}), LLM(rounded, speculate="off") as llm:
         found = [r.token_ids for r in llm.generate(PROMPTS, PARAMS)]
         stats = llm.stats()
     assert stats["graph_failures"] == 1 and not stats["graph_steps"] and "CannotRepeat" in caplog.text
-    with ops.use({"moe.experts": "torch"}), LLM(rounded, speculate="off") as llm:
+    with ops.use({"moe.experts": "torch"}), LLM(rounded, enforce_eager=True, speculate="off") as llm:
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == found
 
 
