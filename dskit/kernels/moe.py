@@ -38,6 +38,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import dskit.kernels.experts  # noqa: F401 - registers moe.experts, which builds on this file
 from dskit import ops
@@ -57,16 +58,16 @@ from dskit.kernels.common import (
 )
 
 
-def _router(tokens: int, experts: int, more: int, channels: int, parts: int, warps: int, stages: int
-            ) -> dict[str, int]:
-    """Tokens, experts, further experts of a tile; channels of a step; parts of K."""
+def _router(tokens: int, experts: int, more: int, channels: int, parts: int, warps: int, stages: int,
+            tma: int = 0) -> dict[str, int]:
+    """Tokens, experts, more experts of a tile; channels of a step; parts of K; whether an engine copies."""
     return {"tokens": tokens, "experts": experts, "more": more, "channels": channels, "parts": parts,
-            "num_warps": warps, "num_stages": stages}
+            "num_warps": warps, "num_stages": stages, "tma": tma}
 
 
 ROUTER = {16: _router(16, 64, 0, 128, 20, 4, 3), 64: _router(32, 64, 0, 128, 20, 4, 3),
-          256: _router(64, 64, 0, 128, 10, 4, 4), 1024: _router(64, 128, 0, 64, 5, 4, 4),
-          1 << 62: _router(128, 256, 128, 64, 4, 8, 3)}
+          256: _router(64, 64, 0, 128, 10, 4, 4, 1), 1024: _router(64, 128, 0, 64, 5, 4, 4),
+          1 << 62: _router(128, 128, 64, 64, 2, 4, 5, 1)}
 ROUTER_WIDE = _router(16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
 CHUNK = 256  # slots of a program of plan
 AT_ONCE = 2048  # slots that each program counts by itself
@@ -78,10 +79,12 @@ GROUPS = tuple({"channels": channels, "num_warps": warps} for channels, warps in
                ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8)))
 CANDIDATES = {
     "moe.gate": (*ROUTER.values(), _router(16, 128, 0, 128, 20, 4, 3), _router(16, 64, 0, 256, 20, 4, 3),
-                 _router(64, 128, 0, 128, 10, 4, 3), _router(128, 128, 0, 64, 10, 4, 3),
-                 _router(128, 128, 0, 64, 4, 8, 4), _router(128, 128, 0, 64, 2, 4, 3),
-                 _router(128, 256, 128, 64, 2, 8, 3), _router(128, 256, 128, 32, 4, 8, 6),
-                 _router(256, 128, 64, 64, 4, 8, 3), _router(256, 128, 0, 64, 2, 8, 4)),
+                 _router(64, 64, 0, 128, 10, 4, 4), _router(64, 128, 0, 128, 10, 4, 3),
+                 _router(128, 256, 128, 64, 4, 8, 3), _router(256, 128, 64, 64, 4, 8, 3, 1),
+                 *(_router(*each, tma=1) for each in (
+                     (64, 128, 64, 64, 1, 4, 6), (64, 256, 128, 64, 2, 8, 4), (64, 256, 128, 64, 2, 4, 4),
+                     (128, 128, 64, 64, 2, 8, 4), (128, 128, 64, 64, 3, 4, 5), (128, 128, 64, 32, 2, 4, 8),
+                     (128, 128, 0, 64, 1, 4, 6), (64, 128, 64, 128, 2, 4, 4)))),
     "moe.permute": PIECES, "moe.combine": PIECES, "moe.swiglu": GROUPS, "moe.swiglu_quantize": GROUPS}
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -89,10 +92,14 @@ ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 # ---- router: logits ----------------------------------------------------------------------------------------
 
 @triton.jit
-def _read(row_ptr, k, D: tl.constexpr, BLOCK_K: tl.constexpr):
-    if D % BLOCK_K == 0:
+def _read(row_ptr, desc, row, step, k, D: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of rows: by the threads, or by the engine, which puts zeros where there is nothing."""
+    if desc is not None:
+        return desc.load([row, step * BLOCK_K])
+    elif D % BLOCK_K == 0:
         return tl.load(row_ptr + k)
-    return tl.load(row_ptr + k, mask=k < D, other=0.0)
+    else:
+        return tl.load(row_ptr + k, mask=k < D, other=0.0)
 
 
 @triton.jit
@@ -110,16 +117,16 @@ def _put(part_ptr, acc, t, e, T, E):
 
 
 @triton.jit
-def _router_kernel(x_ptr, w_ptr, part_ptr, T, E, stride_x, stride_w, D: tl.constexpr, STEPS: tl.constexpr,
-                   BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, MORE_E: tl.constexpr,
-                   BLOCK_K: tl.constexpr):
+def _router_kernel(x_ptr, x_desc, w_ptr, w_desc, more_desc, part_ptr, T, E, stride_x, stride_w,
+                   D: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+                   MORE_E: tl.constexpr, BLOCK_K: tl.constexpr):
     """One part of K of a tile of logits, BLOCK_E + MORE_E experts wide, since 384 is 256 + 128.
 
     Rows and experts beyond the last repeat it: they are read and multiplied, but not written.
     """
-    first = tl.program_id(1) * (BLOCK_E + MORE_E)
+    first, at = tl.program_id(1) * (BLOCK_E + MORE_E), tl.program_id(0) * BLOCK_T
     part = tl.program_id(2)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = at + tl.arange(0, BLOCK_T)
     e = first + tl.arange(0, BLOCK_E)
     x_row = x_ptr + tl.minimum(t, T - 1).to(tl.int64)[:, None] * stride_x
     w_row = w_ptr + tl.minimum(e, E - 1).to(tl.int64)[:, None] * stride_w
@@ -130,10 +137,10 @@ def _router_kernel(x_ptr, w_ptr, part_ptr, T, E, stride_x, stride_w, D: tl.const
         acc2 = tl.zeros((BLOCK_T, MORE_E), tl.float32)
     for step in range(part * STEPS, tl.minimum((part + 1) * STEPS, tl.cdiv(D, BLOCK_K))):
         k = (step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-        x = _read(x_row, k, D, BLOCK_K)
-        acc = _times(x, _read(w_row, k, D, BLOCK_K), acc)
+        x = _read(x_row, x_desc, at, step, k, D, BLOCK_K)
+        acc = _times(x, _read(w_row, w_desc, first, step, k, D, BLOCK_K), acc)
         if MORE_E > 0:
-            acc2 = _times(x, _read(w2_row, k, D, BLOCK_K), acc2)
+            acc2 = _times(x, _read(w2_row, more_desc, first + BLOCK_E, step, k, D, BLOCK_K), acc2)
     part_ptr += part.to(tl.int64) * T * E
     _put(part_ptr, acc, t, e, T, E)
     if MORE_E > 0:
@@ -149,7 +156,7 @@ def _logit_parts(x_TD: Tensor, weight_ED: Tensor, steady: bool) -> Tensor:
         config = ROUTER_WIDE
     elif not steady:
         config = tuned("moe.gate", (T, D, E), config)
-    tokens, experts, more, channels, parts, warps, stages = config.values()
+    tokens, experts, more, channels, parts, warps, stages, tma = config.values()
     more = more if experts < E else 0
     experts = max(16, min(experts, pow2(E)))
     channels = max(16, min(channels, pow2(D)))
@@ -157,9 +164,14 @@ def _logit_parts(x_TD: Tensor, weight_ED: Tensor, steady: bool) -> Tensor:
     parts = cdiv(cdiv(D, channels), steps)
     part_STE = torch.empty(parts, T, E, dtype=torch.float32, device=x.device)
     grid = (cdiv(T, tokens), cdiv(E, experts + more), parts)
-    if T:
-        _router_kernel[grid](x, weight, part_STE, T, E, x.stride(0), weight.stride(0), D, steps, tokens,
-                             experts, more, channels, num_warps=warps, num_stages=stages)
+    if not T:
+        return part_STE
+    tma = tma and refuse(x, sm=90) is None and all(rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+                                                   for rows in (x, weight))
+    descs = [TensorDescriptor.from_tensor(rows, [height, channels]) if tma and height else None
+             for rows, height in ((x, tokens), (weight, experts), (weight, more))]
+    _router_kernel[grid](x, descs[0], weight, *descs[1:], part_STE, T, E, x.stride(0), weight.stride(0), D,
+                         steps, tokens, experts, more, channels, num_warps=warps, num_stages=stages)
     return part_STE
 
 
@@ -197,30 +209,48 @@ def _ordered(x):
 
 
 @triton.jit
+def _choices(z_ptr, bias_ptr, e, E, stride_part, PARTS: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """Scores with bias of experts e in the order of `_ordered`, what is no expert below all numbers."""
+    choice = _score(z_ptr + e, e < E, stride_part, PARTS, TEMPERATURE)
+    if bias_ptr is not None:
+        choice += ld(bias_ptr + e, e < E)
+    # a NaN counts as the lowest number
+    return tl.where(e < E, _ordered(tl.where(choice >= -3e38, choice, -3e38)), -0x80000000)
+
+
+@triton.jit
 def _route_fwd_kernel(z_ptr, bias_ptr, image_ptr, image_bias_ptr, fixed_ptr, topk_ptr, weight_ptr,
                       score_ptr, E, stride_part, stride_bias, factor, PARTS: tl.constexpr, J: tl.constexpr,
                       NORMALISE: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK_E: tl.constexpr,
-                      BLOCK_J: tl.constexpr):
-    """One token in one warp, so that no round of the choice waits for another warp."""
+                      PIECES: tl.constexpr, BLOCK_J: tl.constexpr):
+    """One token in one warp, so that no round of the choice waits for another warp.
+
+    Its experts lie in pieces of BLOCK_E, so that 384 are no 512; what was taken is put below all numbers.
+    """
     t = tl.program_id(0).to(tl.int64)
     z_ptr += t * E
     slot = tl.arange(0, BLOCK_J)
     if fixed_ptr is None:
         e = tl.arange(0, BLOCK_E)
-        choice = _score(z_ptr + e, e < E, stride_part, PARTS, TEMPERATURE)
         if bias_ptr is not None:
             bias_ptr += t * stride_bias
             if image_ptr is not None:
                 bias_ptr = tl.where(tl.load(image_ptr + t) != 0, image_bias_ptr, bias_ptr)
-            choice += ld(bias_ptr + e, e < E)
-        # a NaN counts as the lowest number; what is no expert or taken lies below all numbers
-        choice = tl.where(e < E, _ordered(tl.where(choice >= -3e38, choice, -3e38)), -0x80000000)
+        choices = ()
+        for i in tl.static_range(PIECES):
+            choices += (_choices(z_ptr, bias_ptr, e + i * BLOCK_E, E, stride_part, PARTS, TEMPERATURE),)
         chosen = tl.zeros((BLOCK_J,), tl.int32)
         for j in tl.static_range(J):
-            best = tl.max(choice, axis=0)
-            at = tl.min(tl.where(choice == best, e, E - 1), axis=0)
-            choice = tl.where(e == at, -0x80000000, choice)
-            chosen = tl.where(slot == j, at, chosen)
+            most = choices[0]
+            for i in tl.static_range(1, PIECES):
+                most = tl.maximum(most, choices[i])
+            best, at, rest = tl.max(most, axis=0), tl.full((BLOCK_E,), E - 1, tl.int32), ()
+            for i in tl.static_range(PIECES):
+                at = tl.minimum(at, tl.where(choices[i] == best, e + i * BLOCK_E, E - 1))
+            at = tl.min(at, axis=0)
+            for i in tl.static_range(PIECES):
+                rest += (tl.where(e + i * BLOCK_E == at, -0x80000000, choices[i]),)
+            choices, chosen = rest, tl.where(slot == j, at, chosen)
     else:
         chosen = tl.load(fixed_ptr + t * J + slot, mask=slot < J, other=0).to(tl.int32)
     score = tl.where(slot < J, _score(z_ptr + chosen, slot < J, stride_part, PARTS, TEMPERATURE), 0.0)
@@ -271,11 +301,12 @@ def _choose(z_STE: Tensor, bias: Tensor | None, k: int, normalise: bool, factor:
         require(bias.shape in ((E,), (T, E)), "bias", f"is {tuple(bias.shape)}, not {(E,)} or {(T, E)}")
         bias = rows_of(bias) if bias.dim() == 2 else bias.contiguous()
         stride = bias.stride(0) if bias.dim() == 2 else 0
+    wide = min(pow2(E), max(128, pow2(E) // 4))
     if T:
         _route_fwd_kernel[(T,)](
             z_STE, bias, image_T, image_bias_E, None if fixed_TJ is None else fixed_TJ.contiguous(), topk,
             weight, score, E, z_STE.stride(0), stride, factor, parts, k, normalise and k > 1, temperature,
-            pow2(E), pow2(k), num_warps=1)
+            wide, cdiv(E, wide), pow2(k), num_warps=1)
     return topk, weight, score
 
 
