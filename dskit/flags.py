@@ -17,7 +17,7 @@ from tyro.conf import Positional, arg
 Count = Annotated[int | None, arg(metavar="N")]
 Text = Annotated[str | None, arg(metavar="TEXT")]
 Folder = Annotated[str | None, arg(metavar="DIR")]
-Numerics = Literal["release", "exact"]
+Numerics = Literal["release", "token", "exact"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class ModelArgs:
     device: Text = None
     """cpu, cuda, cuda:1; by default a GPU if there is one."""
     numerics: Numerics = "release"
-    """release rounds as the released model does; exact leaves roundings of activations and caches out."""
+    """release rounds as the released model does; token too, but experts take one scale a token, faster and
+    coarser; exact leaves roundings of activations and caches out."""
     seed: int = 0
     """Seed of random weights and of sampling."""
     kernels: Annotated[str | None, arg(metavar="GROUP=IMPL,...")] = None

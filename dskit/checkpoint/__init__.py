@@ -51,7 +51,7 @@ def load(source: str | Path, *, device: Device | None = None, numerics: str = "r
          progress: Callable[[float], None] | None = None) -> Model:
     """A model from a preset's name, a checkpoint folder, or a Hugging Face id (`owner/name`).
 
-    Presets other than `demo` have random weights, drawn from `seed`. numerics: "release" or "exact".
+    Presets other than `demo` have random weights, drawn from `seed`. numerics: "release", "token" or "exact".
     storage: "packed", "shared" or "expanded" weights (place.py); device: a GPU if there is one, else the CPU.
     dtype: of the operands of products, in exact numerics of every value, where not the default.
     held: which experts one rank of several has (spec.layout); the others are not read.

@@ -68,7 +68,8 @@ class LLM:
     """A preset's name (`demo`, `tiny`, ...), a checkpoint folder or a ready Model, made to answer.
 
     device           "cpu", "cuda", ...; None: a GPU if there is one
-    numerics         "release" rounds as the release does, "exact" computes in float32
+    numerics         "release" rounds as the release does, "token" scales experts' inputs by token, "exact"
+                     computes in float32
     seed             of the random weights of presets that ship none
     dtype            of the operands of products, where not the default
     batch_invariant  the same bits for a request in any batch; slower

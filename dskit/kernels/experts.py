@@ -3,14 +3,14 @@
 Idea
     Few tokens meet each expert, so the weights are what moves, and what must be restored as fast as memory
     delivers it.  The product is therefore transposed: a tile of weight rows is the left operand, restored in
-    registers, where a tensor core takes it from, and the tokens of one expert are the right one, 16 wide
-    where they are few.
+    registers (operands.py), and the tokens of one expert are the right one, 16 wide where they are few.
 
-        words      32 bits hold P codes of one row, neighbours along K: 8 of e2m1, 4 of e4m3
-        restoring  code i of two words becomes a pair of bfloat16 by shifts, masks and one multiplication
-                   by the group's scale: exact, subnormals too, 2.5 operations a code
-        order      all first codes, then all second ones: inside a step K is walked as they come out of the
-                   words; the tokens are laid out likewise beforehand (`_spread_kernel`), h as it is written
+        numbers    any weights in bfloat16, tokens laid out beforehand as codes come out of their words
+        halves     MXFP4 in float16: a row's group scales are folded into the numbers, a token has one scale
+        codes      the same in e4m3, on an FP8 tensor core: less exact, and so for the second product alone,
+                   whose answers are not rounded to few bits once more, or where `numerics.token` allows it
+        further    a tile of 64 tokens and 16 more share what was restored: an expert that 64 tokens meet on
+                   average is met by 80 at most, nearly always
         up         rows of gate over rows of up in one tile, so that clamp, SiLU, routing weight, both
                    roundings and the 1x32 scale are the epilogue; writes h, quantised and restored
         down       the second product, a row for each token and expert; `combine` adds them in slot order
@@ -30,9 +30,10 @@ Errors
     ValueError names an argument whose shape does not fit; widths that are no multiple of a group are refused.
 
 Numerics
-    Both operands are exact in bfloat16, sums are float32.  Weights are restored times 2^-64, so that the
-    scales of any group from 2^-61 to 2^65 are exact in bfloat16; beyond, they end in zero or infinity.  An
-    e4m3 NaN reads as 480.  A row's bits do not depend on the rows beside it when the tiles do not (`steady`).
+    Both operands are exact, sums are float32; but an FP8 tensor core adds a step's 256 products up itself,
+    which is off by 7e-4 of an answer's size, measured on an H200.  In the first product that moves roundings
+    of h, and the op is off by 4e-3.  A row's bits do not depend on the rows beside it when the tiles do not
+    (`steady`).
 
 Source
     kernels.md 1.8, 2.3; model.md 3.11.
@@ -48,22 +49,17 @@ import triton.language as tl
 from torch import Tensor
 
 from dskit import ops
-from dskit.kernels import moe
+from dskit.kernels import moe, operands
 from dskit.kernels.common import (
-    INTERP,
     cdiv,
     dot,
-    from_e2m1,
-    from_e4m3,
     from_e8m0,
     layout,
-    ld,
     narrow,
     pow2,
     refuse,
     require,
     restored,
-    rows_of,
     tuned,
     up_to,
 )
@@ -72,90 +68,31 @@ Experts = Any  # of layers/linear.py: a kernel file knows a layer by its attribu
 Numerics = Any
 
 
-def _config(tokens: int, features: int, step: int, warps: int, stages: int) -> dict[str, int]:
-    """Tokens and weight rows of a tile (half of gate, half of up); channels of a step."""
-    return {"tokens": tokens, "features": features, "step": step, "num_warps": warps, "num_stages": stages}
+def _config(way: str, tokens: int, features: int, step: int, warps: int, stages: int, more: int = 0
+            ) -> dict[str, int | str]:
+    """Operands; tokens of a tile and more; weight rows (half of gate, half of up); channels of a step."""
+    return {"way": way, "tokens": tokens, "more": more, "features": features, "step": step,
+            "num_warps": warps, "num_stages": stages}
 
 
 # most rows that an expert has on average, rounded down -> its tiles; few tokens are many small programs
-CONFIGS = {0: _config(16, 64, 256, 4, 4), 10: _config(16, 128, 128, 4, 4), 24: _config(32, 128, 128, 4, 4),
-           96: _config(64, 128, 128, 4, 3), 1 << 62: _config(128, 128, 128, 8, 3)}
+CONFIGS = {0: _config("numbers", 16, 64, 256, 4, 4), 10: _config("numbers", 16, 128, 128, 4, 4),
+           24: _config("numbers", 32, 128, 128, 4, 4), 96: _config("numbers", 64, 128, 128, 4, 3),
+           1 << 62: _config("numbers", 128, 128, 128, 8, 3)}
+# the same of MXFP4 where a tensor core takes e4m3
+MXFP4 = {"up": {4: _config("numbers", 8, 64, 256, 4, 4), 24: _config("numbers", 16, 64, 256, 4, 4),
+                1 << 62: _config("numbers", 64, 128, 128, 4, 3, more=16)},
+         "down": {4: _config("numbers", 8, 64, 256, 4, 4), 24: _config("codes", 16, 64, 256, 4, 4),
+                  1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}}
+TOKEN = {24: _config("codes", 16, 64, 256, 4, 4), 1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*CONFIGS.values(), _config(16, 128, 256, 4, 3), _config(16, 64, 128, 4, 4),
-         _config(16, 128, 128, 4, 6), _config(16, 256, 128, 8, 4), _config(64, 256, 128, 8, 4),
-         _config(64, 64, 128, 4, 4), _config(32, 256, 128, 8, 4))
-CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED}
-
-
-# ---- restoring ---------------------------------------------------------------------------------------------
-
-@triton.constexpr_function
-def _restoring(codes, half):
-    """PTX: the codes of one half of two words ($0.. out), each a pair of bfloat16, times the words' factors.
-
-    The halves of both words are joined.  A code's sign goes to bit 15 and the rest of it to bit 6 (e2m1) or 4
-    (e4m3) and above, where it is a subnormal or tiny bfloat16, which the multiplication makes right.
-    """
-    out = codes // 2
-    lines = [".reg .b32 both, sign, size, zero, factors;", "mov.b32 zero, 0x80008000;",
-             f"prmt.b32 factors, ${out + 2}, ${out + 3}, 0x5410;",
-             f"prmt.b32 both, ${out}, ${out + 1}, {'0x7632' if half else '0x5410'};"]
-    for i in range(out):
-        if codes == 8:  # a nibble's two places by one product: times 2^12 and 2^6, without a carry
-            lines += ["shr.b32 both, both, 8;"] * (i == 2)
-            lines += [f"and.b32 size, both, {'0x00F000F0' if i % 2 else '0x000F000F'};",
-                      f"mul.lo.u32 size, size, {'0x104' if i % 2 else '0x1040'};",
-                      "and.b32 size, size, 0x81C081C0;"]
-        else:
-            lines += ["mov.b32 sign, both;", "shr.b32 size, both, 4;"] if i else [
-                "shl.b32 sign, both, 8;", "shl.b32 size, both, 4;"]
-            lines += ["and.b32 size, size, 0x07F007F0;", "lop3.b32 size, sign, zero, size, 0xEA;"]
-        lines.append(f"fma.rn.bf16x2 ${i}, size, factors, zero;")  # lop3 0xEA: (sign & zero) | size
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@triton.constexpr_function
-def _constraints(codes):
-    return ",".join(["=r"] * (codes // 2) + ["r"] * 4)
-
-
-@triton.constexpr_function
-def _lifted(codes):
-    """What to add to an E8M0 byte for the exponent of the factor that a code's bits need, lowered."""
-    return {8: 126, 4: 120}[codes] - 64
-
-
-@triton.jit
-def _beside(a, b):
-    """[rows, n] and [rows, n] -> [rows, 2 n]: a matter of names, since each thread holds whole rows' ends."""
-    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
-
-
-@triton.jit
-def _operand(words, byte, CODES: tl.constexpr, HALF: tl.constexpr):
-    """The codes of one half of each word, [rows, CODES / 2 * words]: all first ones, then all second ones."""
-    if INTERP:
-        scale = from_e8m0(byte) * 5.421010862427522e-20  # 2^-64
-        words = words >> (16 * HALF)
-        if CODES == 8:
-            low = _beside(from_e2m1(words & 15), from_e2m1(words >> 4 & 15))
-            high = _beside(from_e2m1(words >> 8 & 15), from_e2m1(words >> 12 & 15))
-            scale = _beside(scale, scale)
-            return _beside(low * scale, high * scale)
-        else:
-            return _beside(from_e4m3((words & 255).to(tl.uint8)) * scale,
-                           from_e4m3(((words >> 8) & 255).to(tl.uint8)) * scale)
-    else:
-        factor = tl.minimum(byte.to(tl.int32) + _lifted(CODES), 255) << 7  # a power of two in bfloat16
-        if CODES == 8:
-            a, b, c, d = tl.inline_asm_elementwise(
-                _restoring(CODES, HALF), _constraints(CODES), [words, factor],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
-            return _beside(_beside(a, b), _beside(c, d))
-        else:
-            a, b = tl.inline_asm_elementwise(_restoring(CODES, HALF), _constraints(CODES), [words, factor],
-                                             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
-            return _beside(a, b)
+TRIED = (*CONFIGS.values(), *MXFP4["up"].values(), *MXFP4["down"].values(),
+         _config("halves", 8, 64, 256, 4, 4), _config("halves", 8, 64, 256, 4, 3),
+         _config("halves", 8, 64, 256, 4, 4, more=8), _config("halves", 16, 64, 256, 4, 4),
+         _config("halves", 64, 128, 128, 4, 3, more=16), _config("halves", 64, 64, 128, 4, 4, more=16),
+         _config("numbers", 64, 64, 128, 4, 4, more=16))
+CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
+              "moe.experts/up_token": tuple(TOKEN.values()), "moe.experts/down_token": tuple(TOKEN.values())}
 
 
 # ---- which tokens meet which rows --------------------------------------------------------------------------
@@ -177,20 +114,6 @@ def _tiles_kernel(end_ptr, tile_ptr, E, BLOCK_N: tl.constexpr, BINS: tl.constexp
     tl.store(tile_ptr + 3 * tile + 2, tl.minimum(row + BLOCK_N, tl.gather(end, at, 0)))
 
 
-@triton.jit
-def _spread_kernel(x_ptr, out_ptr, stride_x, WIDE, D: tl.constexpr, CODES: tl.constexpr, STEP: tl.constexpr,
-                   BLOCK: tl.constexpr):
-    """Tokens in bfloat16, channels in the order in which their weights' codes come out of the words, zeros up
-    to WIDE, the end of the last step.
-    """
-    WORDS: tl.constexpr = STEP // CODES
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    channel = d // STEP * STEP + d % WORDS * CODES + d % STEP // WORDS
-    x = ld(x_ptr + t * stride_x + channel, channel < D)
-    tl.store(out_ptr + t * WIDE + d, narrow(x, tl.bfloat16), mask=d < WIDE)
-
-
 # ---- the products ------------------------------------------------------------------------------------------
 
 @triton.jit
@@ -206,11 +129,16 @@ def _ahead(row_ptr, step, WIDTH: tl.constexpr, END: tl.constexpr):
 @triton.jit
 def _read(w_row, s_row, step, K: tl.constexpr, STEP: tl.constexpr, CODES: tl.constexpr,
           SCALE_K: tl.constexpr):
-    """(words [rows, words], each word's scale byte) of one step."""
+    """(words [rows, words], scale bytes [rows, groups]) of one step."""
     words = _ahead(w_row, step, STEP // CODES, K // CODES)
-    byte = _ahead(s_row, step, STEP // SCALE_K, K // SCALE_K)
-    byte = byte[:, :, None].broadcast_to(byte.shape[0], byte.shape[1], SCALE_K // CODES)
-    return words, byte.reshape(words.shape[0], words.shape[1])
+    return words, _ahead(s_row, step, STEP // SCALE_K, K // SCALE_K)
+
+
+@triton.jit
+def _each(group, words):
+    """What each word's group has, [rows, words]."""
+    each: tl.constexpr = words.shape[1] // group.shape[1]
+    return group[:, :, None].broadcast_to(group.shape[0], group.shape[1], each).reshape(words.shape)
 
 
 @triton.jit
@@ -220,85 +148,199 @@ def _activated(acc, weight, limit, LIMITED: tl.constexpr, GROUP: tl.constexpr):
     gate, linear = tl.split(pair.permute(1, 2, 0))
     gate, linear = moe._clamped(gate, linear, limit, LIMITED)
     hidden = narrow(gate * moe._sigmoid(gate) * linear * weight[None, :], tl.bfloat16).to(tl.float32)
-    groups = hidden.reshape(hidden.shape[0] // GROUP, GROUP, hidden.shape[1])
-    return restored(groups, "fp8").reshape(hidden.shape[0], hidden.shape[1])
+    if GROUP > 0:
+        groups = hidden.reshape(hidden.shape[0] // GROUP, GROUP, hidden.shape[1])
+        hidden = restored(groups, "fp8").reshape(hidden.shape[0], hidden.shape[1])
+    return hidden
 
 
 @triton.jit
-def _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, stride_y, limit,
-             WIDTH: tl.constexpr, K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr,
-             SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr,
-             GROUP: tl.constexpr, NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
-             BLOCK_M: tl.constexpr):
-    """A tile of one expert's weight rows times its tokens at rows begin .. end, at most WIDTH of them."""
+def _tokens(x_ptr, order_ptr, begin, end, J: tl.constexpr, WIDE: tl.constexpr, UP: tl.constexpr,
+            WIDTH: tl.constexpr):
+    """(whether there are such, their slots, tokens and first channels [1, WIDTH]) of rows from `begin` on."""
     row = begin + tl.arange(0, WIDTH)
     inside = row < end
     slot = row
     if order_ptr is not None:
         slot = tl.load(order_ptr + row, mask=inside, other=0)
+    token = slot // J if UP else row
+    return inside, slot, token, x_ptr + token.to(tl.int64)[None, :] * WIDE
+
+
+@triton.jit
+def _times(w, x_row, inside, channel, acc):
+    """acc + w times the tokens' channels from `channel` on."""
+    k = channel + tl.arange(0, w.shape[1])[:, None]
+    return dot(w, tl.load(x_row + k, mask=inside[None, :], other=0.0), acc)
+
+
+@triton.jit
+def _by_numbers(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K: tl.constexpr, CODES: tl.constexpr,
+                SCALE_K: tl.constexpr, STEP: tl.constexpr, MORE: tl.constexpr):
+    """Sums over K in products of bfloat16; of MORE tokens too, for which nothing is restored again."""
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    HALF: tl.constexpr = STEP // 2
+    if CODES == 1:
+        for step in range(STEPS):
+            w = _ahead(w_row, step, STEP, K)
+            acc = _times(w, x_row, inside, step * STEP, acc)
+            if MORE > 0:
+                acc2 = _times(w, x_row2, inside2, step * STEP, acc2)
+    else:
+        for step in range(STEPS):
+            words, byte = _read(w_row, s_row, step, K, STEP, CODES, SCALE_K)
+            byte = _each(byte, words)
+            for half in tl.static_range(2):
+                w = operands.numbers(words, byte, CODES, half)
+                acc = _times(w, x_row, inside, step * STEP + half * HALF, acc)
+                if MORE > 0:
+                    acc2 = _times(w, x_row2, inside2, step * STEP + half * HALF, acc2)
+        acc *= 18446744073709551616.0  # 2^64
+        acc2 *= 18446744073709551616.0
+    return acc, acc2
+
+
+@triton.jit
+def _span(s_row, GROUPS: tl.constexpr):
+    """(largest scale byte of each row, binades between it and the smallest, of any row the most)."""
+    top = tl.zeros((s_row.shape[0],), tl.int32)
+    low = top + 255
+    for part in tl.static_range((GROUPS + 31) // 32):
+        group = tl.minimum(part * 32 + tl.arange(0, 32), GROUPS - 1)
+        byte = tl.load(s_row + group[None, :]).to(tl.int32)
+        top, low = tl.maximum(top, tl.max(byte, axis=1)), tl.minimum(low, tl.min(byte, axis=1))
+    return top, tl.max(top - low, axis=0)
+
+
+@triton.jit
+def _add(words, shift, x_row, inside, x_row2, inside2, channel, acc, acc2, MORE: tl.constexpr,
+         HALVES: tl.constexpr):
+    """(acc, acc2) + the products of one step; the tensor core adds e4m3 up within a step alone."""
+    if HALVES:
+        for half in tl.static_range(2):
+            w = operands.halves(words, shift, half)
+            acc = _times(w, x_row, inside, channel + half * w.shape[1], acc)
+            if MORE > 0:
+                acc2 = _times(w, x_row2, inside2, channel + half * w.shape[1], acc2)
+    else:
+        w = operands.codes(words, shift)
+        acc += _times(w, x_row, inside, channel, tl.zeros_like(acc))
+        if MORE > 0:
+            acc2 += _times(w, x_row2, inside2, channel, tl.zeros_like(acc2))
+    return acc, acc2
+
+
+@triton.jit
+def _by_folding(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K: tl.constexpr,
+                STEP: tl.constexpr, MORE: tl.constexpr, HALVES: tl.constexpr):
+    """Sums over K, beside the tokens' scales: a row's group scales are folded into its codes where they span
+    few binades; else each group is a product of its own, the other groups' codes zero.
+    """
+    SPAN: tl.constexpr = operands.SPAN_HALVES if HALVES else operands.SPAN_CODES
+    LOWERED: tl.constexpr = 13 if HALVES else 5
+    top, span = _span(s_row, K // 32)
+    if span <= SPAN:
+        for step in range((K + STEP - 1) // STEP):
+            words, byte = _read(w_row, s_row, step, K, STEP, 8, 32)
+            shift = _each(byte.to(tl.int32) - (top - SPAN)[:, None], words)
+            acc, acc2 = _add(words, shift, x_row, inside, x_row2, inside2, step * STEP, acc, acc2, MORE,
+                             HALVES)
+    else:
+        group = tl.arange(0, STEP // 8)[None, :] // 4
+        for step in range((K + STEP - 1) // STEP):
+            words, _ = _read(w_row, s_row, step, K, STEP, 8, 32)
+            for g in range(tl.minimum(STEP // 32, K // 32 - step * (STEP // 32))):
+                one = tl.where(group == g, words, 0)
+                byte = tl.load(s_row + (step * (STEP // 32) + g)).to(tl.int32) - top[:, None] + (SPAN + 127)
+                scale = from_e8m0(tl.maximum(byte, 1))  # beside the row's largest
+                part, part2 = _add(one, one & 0, x_row, inside, x_row2, inside2, step * STEP,
+                                   tl.zeros_like(acc), tl.zeros_like(acc2), MORE, HALVES)
+                acc, acc2 = acc + scale * part, acc2 + scale * part2
+    top = from_e8m0(top)[:, None]
+    factor = from_e8m0(tl.full((1, 1), 127 + LOWERED - SPAN, tl.int32))
+    return acc * factor * top, acc2 * factor * top
+
+
+@triton.jit
+def _answer(acc, y_ptr, weight_ptr, begin, inside, slot, first, N, limit, UP: tl.constexpr,
+            LIMITED: tl.constexpr, GROUP: tl.constexpr):
+    """Write a tile, up: activated."""
+    m = first + tl.arange(0, acc.shape[0] // 2 if UP else acc.shape[0])
+    written = inside[None, :] & (m < N)[:, None]
+    if UP:
+        acc = _activated(acc, tl.load(weight_ptr + slot, mask=inside, other=0.0), limit, LIMITED, GROUP)
+    row = begin + tl.arange(0, acc.shape[1])
+    y_ptr += row.to(tl.int64)[None, :] * N + m[:, None]
+    tl.store(y_ptr, narrow(acc, tl.bfloat16), mask=written)
+
+
+@triton.jit
+def _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
+             WIDTH: tl.constexpr, MORE: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
+             CODES: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr,
+             LIMITED: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile of one expert's weight rows times its tokens at rows begin .. end: WIDTH of them, and MORE."""
+    WIDE: tl.constexpr = (K + STEP - 1) // STEP * STEP
     ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
     first = tl.program_id(0) * ROWS
     r = tl.arange(0, BLOCK_M)
     feature = tl.minimum(first + r % ROWS, N - 1) + r // ROWS * N
     feature += expert * (2 * N if UP else N)
     w_row = w_ptr + feature[:, None] * (K // CODES)
-    token = slot // J if UP else row
-    STEPS: tl.constexpr = (K + STEP - 1) // STEP
-    x_row = x_ptr + token.to(tl.int64)[None, :] * (STEPS * STEP)
+    s_row = w_row if s_ptr is None else s_ptr + (feature // SCALE_N)[:, None] * (K // SCALE_K)
+    inside, slot, token, x_row = _tokens(x_ptr, order_ptr, begin, end, J, WIDE, UP, WIDTH)
     acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    if CODES == 1:
-        x_row += tl.arange(0, STEP)[:, None]
-        for step in range(STEPS):
-            x = tl.load(x_row + step * STEP, mask=inside[None, :], other=0.0)
-            acc = dot(_ahead(w_row, step, STEP, K), x, acc)
+    inside2, x_row2, acc2 = inside, x_row, acc
+    if MORE > 0:
+        inside2, slot2, token2, x_row2 = _tokens(x_ptr, order_ptr, begin + WIDTH, end, J, WIDE, UP, MORE)
+        acc2 = tl.zeros((BLOCK_M, MORE), tl.float32)
+    if xs_ptr is None:
+        acc, acc2 = _by_numbers(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K, CODES, SCALE_K,
+                                STEP, MORE)
     else:
-        x_row += tl.arange(0, STEP // 2)[:, None]
-        s_row = s_ptr + (feature // SCALE_N)[:, None] * (K // SCALE_K)
-        for step in range(STEPS):
-            words, byte = _read(w_row, s_row, step, K, STEP, CODES, SCALE_K)
-            for half in tl.static_range(2):
-                x = tl.load(x_row + step * STEP + half * (STEP // 2), mask=inside[None, :], other=0.0)
-                acc = dot(_operand(words, byte, CODES, half), x, acc)
-        acc *= 18446744073709551616.0  # 2^64
-    m = first + tl.arange(0, ROWS)
-    out = acc
-    if UP:
-        out = _activated(acc, tl.load(weight_ptr + slot, mask=inside, other=0.0), limit, LIMITED, GROUP)
-        m = m // NEXT * NEXT + m % NEXT_CODES * (NEXT // NEXT_CODES) + m % NEXT // NEXT_CODES
-    written = inside[None, :] & (first + tl.arange(0, ROWS) < N)[:, None]
-    y_ptr += row.to(tl.int64)[None, :] * stride_y + m[:, None]
-    tl.store(y_ptr, narrow(out, tl.bfloat16), mask=written)
+        acc, acc2 = _by_folding(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K, STEP, MORE,
+                                x_ptr.dtype.element_ty == tl.float16)
+        acc *= tl.load(xs_ptr + token, mask=inside, other=0.0)[None, :]
+        if MORE > 0:
+            acc2 *= tl.load(xs_ptr + token2, mask=inside2, other=0.0)[None, :]
+    _answer(acc, y_ptr, weight_ptr, begin, inside, slot, first, N, limit, UP, LIMITED, GROUP)
+    if MORE > 0:
+        _answer(acc2, y_ptr, weight_ptr, begin + WIDTH, inside2, slot2, first, N, limit, UP, LIMITED, GROUP)
 
 
 @triton.jit
-def _product_kernel(x_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, stride_y, limit,
+def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, E, limit,
                     K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr, SCALE_N: tl.constexpr,
                     SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
-                    NEXT_CODES: tl.constexpr, NEXT: tl.constexpr, STEP: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NARROW: tl.constexpr):
-    """One program: BLOCK_M weight rows and a tile of tokens, whose last few rows take a narrower operand.
+                    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr,
+                    NARROW: tl.constexpr):
+    """One program: BLOCK_M weight rows and up to BLOCK_N + MORE tokens; few take a narrower operand.
 
-    Up: half the rows are m of gate, half N + m of up; activated, laid out for a second product whose steps
-    are NEXT channels; tokens by `order`.  Down: rows m, plain.  Rows beyond the last repeat it, unwritten.
+    Up: half the rows are m of gate, half N + m of up; activated; tokens by `order`.  Down: rows m, plain.
+    Rows beyond the last repeat it, unwritten.
     """
     if order_ptr is None:  # a token alone: tiles are its slots
         begin = tl.program_id(1)
-        _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, tl.load(tile_ptr + begin).to(tl.int64),
-                 begin, begin + 1, N, stride_y, limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED,
-                 GROUP, NEXT_CODES, NEXT, STEP, BLOCK_M)
+        expert = tl.load(tile_ptr + begin).to(tl.int64)
+        _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, begin + 1, N,
+                 limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M)
     else:
         tile_ptr += 3 * tl.program_id(1)
         expert = tl.load(tile_ptr).to(tl.int64)
         begin, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         if expert < E:
             if end - begin <= NARROW:
-                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, stride_y,
-                         limit, NARROW, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT,
-                         STEP, BLOCK_M)
-            elif BLOCK_N > NARROW:
-                _product(x_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, stride_y,
-                         limit, BLOCK_N, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, NEXT_CODES, NEXT,
-                         STEP, BLOCK_M)
+                _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
+                         limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M)
+            elif end - begin <= BLOCK_N:
+                if BLOCK_N > NARROW:
+                    _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
+                             limit, BLOCK_N, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP,
+                             BLOCK_M)
+            elif MORE > 0:
+                _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
+                         limit, BLOCK_N, MORE, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP,
+                         BLOCK_M)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -327,44 +369,46 @@ def _tiles(end_E: Tensor, rows: int, tokens: int) -> Tensor:
     return tile
 
 
-def _spread(x_TD: Tensor, codes: int, step: int) -> Tensor:
-    """Tokens in bfloat16, in the order of the codes, zeros to the end of the last step."""
-    (T, D), wide = x_TD.shape, cdiv(x_TD.shape[1], step) * step
-    x, block = rows_of(x_TD), min(1024, pow2(D))
-    out = torch.empty(T, wide, dtype=torch.bfloat16, device=x.device)
-    _spread_kernel[(T, cdiv(wide, block))](x, out, x.stride(0), wide, D, codes, step, block)
-    return out
+def _operands(x: Tensor, weight: Experts, config: dict) -> tuple[Tensor, Tensor | None]:
+    """Tokens as a product reads them, and their scales where weights' scales are folded."""
+    if config["way"] == "numbers":
+        return operands.spread(x, _layout(weight)[0], config["step"]), None
+    return operands.folded(x, config["step"], config["way"] == "halves")
 
 
 def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
-                   group: int, steady: bool) -> dict[str, int]:
+                   group: int, numerics: Numerics) -> dict[str, int]:
     """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow."""
-    config, codes = up_to(CONFIGS, 16 if steady else each), _layout(weight)[0]
-    if not steady:
-        key = rows, weight.experts, features, weight.in_features, codes
-        config = tuned(f"moe.experts/{part}", key, config)
+    name, table, codes = f"moe.experts/{part}", CONFIGS, _layout(weight)[0]
+    if numerics.token:
+        name, table = f"{name}_token", TOKEN
+    elif codes == 8 and not numerics.steady and not refuse(weight.weight, sm=90):
+        table = MXFP4[part]
+    config = up_to(table, 16 if numerics.steady else each)
+    if not numerics.steady:
+        config = tuned(name, (rows, weight.experts, features, weight.in_features, codes), config)
+    if config["way"] == "codes":
+        return config
     step = min(config["step"], max(64, 32 * codes))
     while step > 16 * codes and weight.in_features % step:  # a tensor core takes 16 words
         step //= 2
     return {**config, "features": max(group, min(config["features"], pow2(features))), "step": step}
 
 
-def _multiply(x: Tensor, weight: Experts, config: dict[str, int], tile: Tensor, rows: int, J: int,
-              order: Tensor | None, up: tuple | None) -> Tensor:
-    """[rows, N] bfloat16: h, zeros to the end of the second product's last step, when `up` = (weight_TJ,
-    limit, group, codes and step of that).
-    """
+def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, int], tile: Tensor, rows: int,
+              J: int, order: Tensor | None, up: tuple | None) -> Tensor:
+    """[rows, N] bfloat16: h when `up` = (weight_TJ, limit, group)."""
     codes, scale_n, scale_k = _layout(weight)
     words, scale = _stored(weight)
-    share, limit, group, next_codes, next_step = up or (None, 0.0, 1, 1, 1)
+    share, limit, group = up or (None, 0.0, 1)
     N = weight.out_features // 2 if up else weight.out_features
-    wide = cdiv(N, next_step) * next_step
-    y = (torch.empty if wide == N else torch.zeros)(rows, wide, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     grid = (cdiv(weight.out_features, config["features"]), len(tile))
-    _product_kernel[grid](x, words, scale, tile, order, share, y, N, weight.experts, wide, limit,
-                          weight.in_features, J, codes, scale_n, scale_k, up is not None, limit > 0, group,
-                          next_codes, next_step, config["step"], config["features"], config["tokens"], NARROW,
-                          num_warps=config["num_warps"], num_stages=config["num_stages"])
+    _product_kernel[grid](
+        x, xs, words, scale, tile, order, share, y, N, weight.experts, limit, weight.in_features, J, codes,
+        scale_n, scale_k, up is not None, limit > 0, group, config["step"], config["features"],
+        config["tokens"], config["more"], min(NARROW, config["tokens"]), num_warps=config["num_warps"],
+        num_stages=config["num_stages"])
     return y
 
 
@@ -379,20 +423,20 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
             f"is {w13.out_features} x {w13.in_features}, w2 {w2.out_features} x {I}; x_TD has {D} channels")
     if not T:
         return x_TD.new_empty(0, D, dtype=numerics.dtype)
-    group, steady, total = layout(numerics.activation_format)[1], numerics.steady, part[1] if part else 0
-    each = T * J // max(total, w13.experts)
-    up = _configuration("up", T, each, w13, 2 * I, 2 * group, steady)
-    down = _configuration("down", T, each, w2, D, 1, steady)
+    group = 0 if numerics.token else layout(numerics.activation_format)[1]
+    each = T * J // max(part[1] if part else 0, w13.experts)
+    up = _configuration("up", T, each, w13, 2 * I, 2 * group, numerics)
+    down = _configuration("down", T, each, w2, D, 1, numerics)
     order, place, tile, tile2, rows = None, None, topk_TJ[0], topk_TJ[0], None
     if T > 1 or part:
         order, place, end = _plan(topk_TJ, w13.experts, part)
         rows = end[-1:] if part else None
-        tile = _tiles(end, T * J, up["tokens"])
-        tile2 = tile if down["tokens"] == up["tokens"] else _tiles(end, T * J, down["tokens"])
-    x = _spread(x_TD, _layout(w13)[0], up["step"])
-    h = _multiply(x, w13, up, tile, T * J, J, order,
-                  (weight_TJ.contiguous(), limit, group, _layout(w2)[0], down["step"]))
-    y = _multiply(h, w2, down, tile2, T * J, 1, order, None)
+        width, width2 = (config["tokens"] + config["more"] for config in (up, down))
+        tile = _tiles(end, T * J, width)
+        tile2 = tile if width2 == width else _tiles(end, T * J, width2)
+    h = _multiply(*_operands(x_TD, w13, up), w13, up, tile, T * J, J, order,
+                  (weight_TJ.contiguous(), limit, group))
+    y = _multiply(*_operands(h, w2, down), w2, down, tile2, T * J, 1, order, None)
     return moe._collect(y, place, shared_TD, numerics.dtype, rows)
 
 
@@ -420,6 +464,9 @@ def _unfit(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor |
             return f"{name} has {weight.in_features} input channels, no multiple of {channels}"
         if w2.in_features % rows:
             return f"w13's gate and up share a block of {rows} scales: {w2.in_features} rows each"
+        if numerics.token and (codes != 8 or refuse(weight.weight, sm=90)):
+            reason = refuse(x_TD, sm=90) or f"{name} is {weight.fmt}"
+            return f"one scale a token needs MXFP4 and an FP8 tensor core: {reason}"
     if w2.in_features % layout(numerics.activation_format)[1]:
         return f"w2's {w2.in_features} channels are no multiple of {numerics.activation_format}'s group"
     return refuse(x_TD)

@@ -143,8 +143,13 @@ class _StraightThrough(torch.autograd.Function):
 
 # ---- the ops -----------------------------------------------------------------------------------------------
 
+def _whole_rows(v: Tensor, fmt: str) -> str | None:
+    size = v.shape[-1]
+    return f"a row of {size} is one group" if fmt == f"fp8_{size}" and size != common.pow2(size) else None
+
+
 @ops.implement("linear.quantize", "triton", grad=True, when=lambda v, fmt, dtype:
-               too_wide(v, dtype) or refuse(v))
+               too_wide(v, dtype) or _whole_rows(v, fmt) or refuse(v))
 def quantize(v: Tensor, fmt: str, dtype: torch.dtype) -> Tensor:
     """Quantise and restore, [..., K] -> [..., K] of `dtype`; a gradient passes straight through."""
     if torch.is_grad_enabled() and v.requires_grad:

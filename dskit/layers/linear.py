@@ -228,7 +228,8 @@ def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Numerics:
-    """Which roundings a model applies: all of the release's, or none ("exact").
+    """Which roundings a model applies: all of the release's, those but for one scale a token where the routed
+    experts' inputs have one for each group ("token"), or none ("exact").
 
     dtype: values between operations (bfloat16 in release); compute: operands of a matrix product; held: FP8
     and FP4 weights once restored. Release products have exact bfloat16 operands, so a CPU, where float32 is
@@ -248,15 +249,15 @@ class Numerics:
     def of(cls, config: ModelConfig, name: str = "release", *, device: str | torch.device = "cpu",
            batch_invariant: bool = False, compute: torch.dtype | None = None) -> Numerics:
         """The named numerics for a config; raises ValueError for an unknown name."""
-        if name not in ("release", "exact"):
-            raise ValueError(f"numerics is {name!r}; choose 'release' or 'exact'")
+        if name not in ("release", "token", "exact"):
+            raise ValueError(f"numerics is {name!r}; choose 'release', 'token' or 'exact'")
         on_gpu = torch.device(device).type == "cuda"
         if name == "exact":
             dtype, default = torch.float32, torch.float32
         else:
             dtype, default = torch.bfloat16, torch.bfloat16 if on_gpu else torch.float32
         one_row = not config.num_nextn_predict_layers  # a draft has several rows judged at once
-        halved = name == "release" and compute is None and not batch_invariant and one_row
+        halved = name != "exact" and compute is None and not batch_invariant and one_row
         return cls(name, dtype, compute or default, f"fp8_{config.activation_group}",
                    "fp8_32" if config.is_v41 else "fp8_64", 16 if batch_invariant else None,
                    torch.bfloat16 if halved else compute or default)
@@ -269,7 +270,12 @@ class Numerics:
     @property
     def release(self) -> bool:
         """True when the release's roundings apply."""
-        return self.name == "release"
+        return self.name != "exact"
+
+    @property
+    def token(self) -> bool:
+        """True when the inputs of the routed experts' products have one scale a token."""
+        return self.name == "token"
 
     def activation(self, x: Tensor) -> Tensor:
         """Input of an FP8 or FP4 product: rounded to e4m3 per group, in the compute dtype."""

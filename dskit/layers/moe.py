@@ -98,6 +98,11 @@ def activate(gate: Tensor, linear: Tensor, weight: Tensor | None, limit: float, 
     return swiglu(gate, linear, weight, limit, how.dtype, how.steady)
 
 
+def by_token(rows: Tensor, how: Numerics) -> Tensor:
+    """Rows rounded once more, to e4m3 with one scale a row, where the numerics say so."""
+    return quantize(rows, f"fp8_{rows.shape[-1]}", how.compute) if how.token else rows
+
+
 @ops.op("moe.plan", grad=False)
 def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows by expert, inside an expert by token: (expert_R, order_R, place_TJ, end_E).
@@ -144,8 +149,12 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     else:
         expert, order, place, _ = plan(topk_TJ, w13.experts)
         rows, weight = permute(x_TD, weight_TJ, order, place)
-    gate, linear = each_expert(rows, w13, expert, numerics.dtype).chunk(2, dim=-1)
-    hidden = activate(gate, linear, weight[:, None], limit, numerics)
+    gate, linear = each_expert(by_token(rows, numerics), w13, expert, numerics.dtype).chunk(2, dim=-1)
+    if numerics.token:
+        hidden = swiglu(gate, linear, weight[:, None], limit, numerics.dtype, numerics.steady)
+        hidden = by_token(hidden, numerics)
+    else:
+        hidden = activate(gate, linear, weight[:, None], limit, numerics)
     return combine(each_expert(hidden, w2, expert, numerics.dtype), place, shared_TD, numerics.dtype)
 
 

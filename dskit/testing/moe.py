@@ -161,7 +161,8 @@ SWIGLU_FROZEN = tuple({"rows": J * T, "inner": I} for T in ROWS)
 # ---- experts -----------------------------------------------------------------------------------------------
 
 def _numerics(shape: Shape) -> Numerics:
-    return Numerics("release", torch.bfloat16, torch.bfloat16, f"fp8_{shape.get('group', 32)}", "fp8_32",
+    name = "token" if shape.get("token") else "release"
+    return Numerics(name, torch.bfloat16, torch.bfloat16, f"fp8_{shape.get('group', 32)}", "fp8_32",
                     held=torch.bfloat16)
 
 
@@ -205,9 +206,9 @@ def _met(shape: Shape) -> float:
 
 EXPERT_EDGES = (
     {"rows": 0, "width": 128, "experts": 4, "k": 2, "inner": 128},
-    {"rows": 1, "width": 256, "experts": 5, "k": 2, "inner": 128},
+    {"rows": 1, "width": 128, "experts": 5, "k": 2, "inner": 128},
     {"rows": 3, "width": 160, "experts": 4, "k": 2, "inner": 96, "extreme": 1},
-    {"rows": 67, "width": 96, "experts": 2, "k": 1, "inner": 32, "fmt": "fp8", "one": 1, "no_shared": 1},
+    {"rows": 40, "width": 96, "experts": 2, "k": 1, "inner": 32, "fmt": "fp8", "one": 1, "no_shared": 1},
     {"rows": 5, "width": 128, "experts": 3, "k": 3, "inner": 128, "fmt": "fp8", "group": 64},
     {"rows": 2, "width": 128, "experts": 2, "k": 2, "inner": 128, "fmt": "fp8", "block": 128, "group": 128},
     {"rows": 3, "width": 80, "experts": 3, "k": 2, "inner": 96, "fmt": "bf16"},
