@@ -79,7 +79,7 @@ def _config(block: int, warps: int, stages: int) -> dict[str, int]:
 # by rows of a call.  Up to four stages only indices arrive ahead, from five on rows do
 CONFIGS = {1 << 62: _config(64, 8, 5)}
 TAILED = {1 << 62: _config(32, 8, 1)}  # words of bfloat16 channels would be staged at the width of a row
-NUMBERS = {1 << 62: _config(64, 8, 2)}  # two tiles of 64 KB beside the queries'; not yet measured
+NUMBERS = {1 << 62: _config(64, 8, 2)}  # two tiles of 64 KB beside the queries'
 CANDIDATES = {"mla.attend_cached": (_config(64, 8, 1), _config(64, 8, 5), _config(32, 8, 1),
                                     _config(32, 8, 5)),
               "mla.attend_cached/numbers": (_config(64, 8, 2), _config(64, 16, 2), _config(32, 8, 3),
