@@ -112,7 +112,12 @@ class Cuda:
     """Captures with torch; all graphs share one pool, since only one of them runs at a time."""
 
     def __init__(self):
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()
+        self.renew()
+
+    def renew(self) -> None:
+        """Take another pool: torch takes none again whose graphs are all gone, or whose capture broke."""
+        self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Launches) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
         """What repeats `work`, which has run before, and where its outputs will be."""
@@ -125,7 +130,7 @@ class Cuda:
                 recording.end()
             except BaseException:
                 recording.abandon()
-                self.pool = torch.cuda.graph_pool_handle()  # torch takes the old one for one that is in use
+                self.renew()
                 raise
         torch.cuda.current_stream().wait_stream(self.stream)
         return recording.replay, out
@@ -245,6 +250,7 @@ class Graphs:
     def _forget(self) -> None:
         self.graphs.clear()
         self._refused.clear()
+        self.backend.renew()
 
     def _outputs(self, size: Size, work: list[Any], rows: int) -> tuple[Tensor, ...] | None:
         """The first rows of what a step gives, by the graph of its size; None: there is none."""
