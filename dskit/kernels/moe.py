@@ -67,7 +67,7 @@ def _router(tokens: int, experts: int, more: int, channels: int, parts: int, war
 
 ROUTER = {16: _router(16, 64, 0, 128, 20, 4, 3), 64: _router(32, 64, 0, 128, 20, 4, 3),
           256: _router(64, 64, 0, 128, 10, 4, 4, 1), 1024: _router(64, 128, 0, 64, 5, 4, 4),
-          1 << 62: _router(128, 128, 64, 64, 2, 4, 5, 1)}
+          1 << 62: _router(64, 128, 64, 64, 1, 4, 6, 1)}
 ROUTER_WIDE = _router(16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
 CHUNK = 256  # slots of a program of plan
 AT_ONCE = 2048  # slots that each program counts by itself
@@ -82,9 +82,9 @@ CANDIDATES = {
                  _router(64, 64, 0, 128, 10, 4, 4), _router(64, 128, 0, 128, 10, 4, 3),
                  _router(128, 256, 128, 64, 4, 8, 3), _router(256, 128, 64, 64, 4, 8, 3, 1),
                  *(_router(*each, tma=1) for each in (
-                     (64, 128, 64, 64, 1, 4, 6), (64, 256, 128, 64, 2, 8, 4), (64, 256, 128, 64, 2, 4, 4),
+                     (64, 256, 128, 64, 2, 8, 4), (64, 256, 128, 64, 2, 4, 4), (128, 128, 64, 64, 2, 4, 5),
                      (128, 128, 64, 64, 2, 8, 4), (128, 128, 64, 64, 3, 4, 5), (128, 128, 64, 32, 2, 4, 8),
-                     (128, 128, 0, 64, 1, 4, 6), (64, 128, 64, 128, 2, 4, 4)))),
+                     (128, 128, 0, 64, 1, 4, 6)))),
     "moe.permute": PIECES, "moe.combine": PIECES, "moe.swiglu": GROUPS, "moe.swiglu_quantize": GROUPS}
 ELEMENT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
