@@ -120,7 +120,7 @@ def _put(part_ptr, acc, t, e, T, E):
 def _router_kernel(x_ptr, x_desc, w_ptr, w_desc, more_desc, part_ptr, T, E, stride_x, stride_w,
                    D: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
                    MORE_E: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One part of K of a tile of logits, BLOCK_E + MORE_E experts wide, since 384 is 256 + 128.
+    """One part of K of a tile of logits, BLOCK_E + MORE_E experts wide: 192 is 128 + 64.
 
     Rows and experts beyond the last repeat it: they are read and multiplied, but not written.
     """
