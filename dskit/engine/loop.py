@@ -491,7 +491,7 @@ class Engine:
     def _launch(self, plan: StepPlan, plan_s: float) -> Flight:
         """Let the device compute the logits of a step."""
         begin = time.perf_counter()
-        if self._canary:
+        if self._canary and plan.chunks:  # one without rows runs before the copies that are due
             self._canary.poison(plan.copies)
         work = [_work(chunk) for chunk in plan.chunks if chunk.origin is None]
         logits = self._device.submit(self._forward, work, plan)

@@ -214,7 +214,8 @@ class ModelRunner:
             if found is None:
                 step = self.arrive(send_all(self.lay_out_block(rounds), self.device), unknown=False)
                 found = self.model.guess(step, self.memory)
-            return self.model.walk(*found, send(torch.tensor(newest), self.device), shape, pick)
+            ids = send(torch.tensor(newest, dtype=torch.int64), self.device)
+            return self.model.walk(*found, ids, shape, pick)
 
     def lay_out_block(self, rounds: list[tuple[int, int, int]]) -> Step:
         """Rows [newest token, noise ...] of each (slot, start, newest token), as `lay_out` leaves them.

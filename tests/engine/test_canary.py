@@ -4,7 +4,7 @@ it if not."""
 import pytest
 
 from dskit.engine.canary import CanaryError
-from dskit.engine.seq import SamplingParams
+from dskit.engine.seq import SamplingParams, StepPlan
 
 from .mock import VOCAB, engine, scores
 
@@ -56,6 +56,16 @@ def test_abort_at_every_step(exact, overlap):
         e.settle()
         e.check()
         assert free(e)
+
+
+def test_a_step_without_rows_wipes_nothing():
+    """Another rank asked for it, and it runs before the copies that are due of what was freed."""
+    e, _ = traffic(exact_prefix=True)
+    steps_of(e)
+    plan = StepPlan("decode", [])
+    assert e._canary.freed_slots
+    e._launch(plan, 0.0)
+    assert not plan.copies.wipe_slots and not plan.copies.wipe_blocks
 
 
 def break_into(e, how):

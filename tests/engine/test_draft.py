@@ -393,6 +393,12 @@ def test_a_real_draft_changes_nothing(model, settings):
         assert all(r.usage.drafted > 0 for r in found)
 
 
+def test_a_rank_without_requests_drafts_nothing(model):
+    with LLM(model) as llm:
+        found = llm.engine.runner.propose([], [], [], lambda logits: logits.argmax(-1))
+    assert [len(part) for part in found] == [0, 0, 0]
+
+
 def confidences(llm, prompt):
     """What the draft said of its guesses, round by round, and how much of the prompt was cached."""
     llm.engine.scheduler.rounds.clear()
@@ -429,12 +435,13 @@ def test_behind_a_cached_prefix_the_drafts_window_is_there(model, exact, monkeyp
 def test_the_demo_says_the_same_with_and_without_its_draft(numerics, skills, count, limit):
     """Greedy answers to prompts of every skill."""
     model = checkpoint.load("demo", numerics=numerics, device="cpu", batch_invariant=numerics == "release")
-    with LLM(model, tokenizer=Tokenizer(checkpoint.locate("demo")), speculate="off") as plain:
+    settings = {"tokenizer": Tokenizer(checkpoint.locate("demo")), "max_num_seqs": 32}
+    with LLM(model, speculate="off", **settings) as plain:
         bodies = [item.body for skill in skills for item in items(skill, count, 0)]
         prompts = [render(body, plain.tokenizer).ids for body in bodies]
         params = [SamplingParams(temperature=0, max_tokens=limit)] * len(prompts)
         want = [r.token_ids for r in plain.generate(prompts, params)]
-    with LLM(model, tokenizer=plain.tokenizer, speculate="static") as drafted:
+    with LLM(model, speculate="static", **settings) as drafted:
         found = drafted.generate(prompts, params)
     assert [r.token_ids for r in found] == want
     assert sum(r.usage.accepted for r in found) > len(prompts)
