@@ -29,8 +29,8 @@ class ModelArgs:
     device: Text = None
     """cpu, cuda, cuda:1; by default a GPU if there is one."""
     numerics: Numerics = "release"
-    """release rounds as the released model does; token too, but experts take one scale a token, faster and
-    coarser; exact leaves roundings of activations and caches out."""
+    """release rounds as the released model does; token too, but experts take one scale a token, coarser and
+    for many rows faster; exact leaves roundings of activations and caches out."""
     seed: int = 0
     """Seed of random weights and of sampling."""
     kernels: Annotated[str | None, arg(metavar="GROUP=IMPL,...")] = None

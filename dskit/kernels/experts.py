@@ -86,13 +86,15 @@ MXFP4 = {"up": {4: _config("numbers", 8, 64, 256, 4, 4), 24: _config("numbers", 
                   1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}}
 TOKEN = {24: _config("codes", 16, 64, 256, 4, 4), 1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*CONFIGS.values(), *MXFP4["up"].values(), *MXFP4["down"].values(),
+TRIED = (*CONFIGS.values(), MXFP4["up"][4], MXFP4["up"][1 << 62], MXFP4["down"][24], MXFP4["down"][1 << 62],
          _config("halves", 8, 64, 256, 4, 4), _config("halves", 8, 64, 256, 4, 3),
          _config("halves", 8, 64, 256, 4, 4, more=8), _config("halves", 16, 64, 256, 4, 4),
          _config("halves", 64, 128, 128, 4, 3, more=16), _config("halves", 64, 64, 128, 4, 4, more=16),
          _config("numbers", 64, 64, 128, 4, 4, more=16))
+TRIED_TOKEN = (*TOKEN.values(), _config("codes", 16, 128, 256, 4, 3),
+               _config("codes", 64, 128, 256, 8, 3, more=16))
 CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
-              "moe.experts/up_token": tuple(TOKEN.values()), "moe.experts/down_token": tuple(TOKEN.values())}
+              "moe.experts/up_token": TRIED_TOKEN, "moe.experts/down_token": TRIED_TOKEN}
 
 
 # ---- which tokens meet which rows --------------------------------------------------------------------------

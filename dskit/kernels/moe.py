@@ -543,8 +543,11 @@ class _Combine(torch.autograd.Function):
         mine, others = ctx.dtypes
         if ctx.place is None:
             dy = push.to(mine).expand(ctx.rows, -1)
-        else:
+        elif ctx.place.numel() == ctx.rows:
             dy, _ = _spread(push.to(mine), None, ctx.place)
+        else:  # rows of several ranks: some may be placed again and again, some nowhere
+            each = push.to(mine).repeat_interleave(ctx.place.shape[1], 0)
+            dy = each.new_zeros(ctx.rows, each.shape[1]).index_add_(0, ctx.place.flatten(), each)
         return dy, None, None if others is None else push.to(others), None
 
 
@@ -560,8 +563,6 @@ def permute(x_TD: Tensor, weight_TJ: Tensor, order_R: Tensor, place_TJ: Tensor) 
                when=lambda y, place, shared, dtype: refuse(y, shared) or _wide(y))
 def combine(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Each token's results in slot order, then the shared expert's, [T, D] of `dtype`."""
-    require(place_TJ is None or place_TJ.numel() == y_RD.shape[0], "place_TJ",
-            f"places {None if place_TJ is None else place_TJ.numel()} rows; y_RD has {y_RD.shape[0]}")
     return _Combine.apply(y_RD, None if place_TJ is None else place_TJ.contiguous(), shared_TD, dtype)
 
 

@@ -119,7 +119,9 @@ def _combine(shape: Shape, maker: Maker) -> tuple:
     T, width, k = shape["rows"], shape["width"], shape["k"]
     *_, place = _permute(shape, maker)
     shared = None if shape.get("no_shared") else maker.normal(T, width)
-    return maker.normal(T * k, width), None if shape.get("alone") else place, shared, torch.bfloat16
+    if rows := shape.get("held"):  # other ranks' answers, and zeros for those who gave none
+        place = place % rows
+    return maker.normal(rows or T * k, width), None if shape.get("alone") else place, shared, torch.bfloat16
 
 
 PLAN_EDGES = (
@@ -132,7 +134,9 @@ TRAVEL_EDGES = (
     {"rows": 2, "width": 1100, "experts": 5, "k": 2, "one": 1},
 )
 COMBINE_EDGES = (*TRAVEL_EDGES, {"rows": 1, "width": 70, "experts": 8, "k": 3, "alone": 1},
-                 {"rows": 3, "width": 48, "experts": 4, "k": 2, "no_shared": 1})
+                 {"rows": 3, "width": 48, "experts": 4, "k": 2, "no_shared": 1},
+                 {"rows": 5, "width": 40, "experts": 4, "k": 2, "held": 7},
+                 {"rows": 2, "width": 40, "experts": 4, "k": 2, "held": 9})
 
 
 # ---- activation --------------------------------------------------------------------------------------------
