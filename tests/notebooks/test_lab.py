@@ -92,7 +92,7 @@ def page(lab, tmp_path) -> Iterator:
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
         page.goto(lab)
-        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+        page.wait_for_selector("#jp-main-statusbar >> text=/ipykernel.*Idle/")  # else a dialog asks for one
         yield page
         context.close()
 
