@@ -346,7 +346,7 @@ def finding(row: dict[str, Any]) -> str:
     what, seeds = row["what"][0].upper() + row["what"][1:], f"{row['seeds']} seed{'s' * (row['seeds'] > 1)}"
     if row["worse_se"] is None:
         return f"{what}: loss {row['worse']:+.3f}, {seeds}, so nothing can be said."
-    figures = f"{row['worse']:+.3f} (standard error {row['worse_se']:.2g}, {seeds})"
+    figures = f"{row['worse']:+.3f} (standard error {row['worse_se']:#.2g}, {seeds})"
     if not differs(row):
         return f"{what}: no difference in loss that these runs can show, {figures}."
     return f"{what}: the loss is {'higher' if row['worse'] > 0 else 'lower'}, {figures}."

@@ -437,7 +437,7 @@ def test_the_demo_says_the_same_with_and_without_its_draft(numerics, skills, cou
     model = checkpoint.load("demo", numerics=numerics, device="cpu", batch_invariant=numerics == "release")
     settings = {"tokenizer": Tokenizer(checkpoint.locate("demo")), "max_num_seqs": 32}
     with LLM(model, speculate="off", **settings) as plain:
-        bodies = [item.body for skill in skills for item in items(skill, count, 0)]
+        bodies = [item.body for skill in skills for item in items(skill, count, 0, recall_tokens=400)]
         prompts = [render(body, plain.tokenizer).ids for body in bodies]
         params = [SamplingParams(temperature=0, max_tokens=limit)] * len(prompts)
         want = [r.token_ids for r in plain.generate(prompts, params)]

@@ -213,6 +213,7 @@ print(time.process_time() - start)
     assert float(run(code).stdout) < 1.5
 
 
+@pytest.mark.slow
 def test_nothing_is_looked_up_on_the_network_at_import():
     names = [f"dskit.{name_of(path)}" for path in MODULES if name_of(path) not in ("__main__", "__init__")]
     run(f"""

@@ -1,5 +1,6 @@
 """Whole packed sequences, as training runs them, against the oracle's view of each conversation alone."""
 
+import pytest
 import torch
 
 from dskit.layers.mla import Memory
@@ -32,6 +33,7 @@ def test_packed_conversations_equal_the_oracle(made):
         assert models.relative_rms(logits, run.logits) < 1e-5
 
 
+@pytest.mark.slow
 def test_packed_conversations_round_as_the_release_does(made):
     net = made("calm-1").net(release=True)
     for logits, ids in packed(made, "calm-1", "release"):

@@ -82,12 +82,12 @@ def ablation_effects(rows: Rows, title: str = "How much worse without one mechan
 
 def _figures(row: dict[str, Any]) -> str:
     error = row.get("worse_se")
-    return f"{row.get('worse', 0.0):+.3f}" + ("" if error is None else f" ± {error:.2g}")
+    return f"{row.get('worse', 0.0):+.3f}" + ("" if error is None else f" ± {error:#.2g}")
 
 
 def _say_effect(row: dict[str, Any]) -> str:
     error = row.get("worse_se")
-    sure = "one seed, no standard error" if error is None else f"standard error {error:.2g}"
+    sure = "one seed, no standard error" if error is None else f"standard error {error:#.2g}"
     return f"{row['what']}: {row.get('worse', 0.0):+.3f} nats per answer token, {sure}; held {row['held']}"
 
 
