@@ -153,8 +153,7 @@ class Plan:
     def decode(self, requests: int, context: int, rows: int = 1) -> dict[str, Any]:
         """Floor of a step of so many requests on each GPU, each with so many rows (1 and its drafts)."""
         c, tokens, layers = self.config, requests * rows, self.config.num_hidden_layers
-        kinds = ("entry", "window", "key")
-        entry, window, key = (Packing.of(c, self.numerics, what).nbytes for what in kinds)
+        entry, window, key = self._cached()
         moved = {
             "experts": self._experts_read(self.gpus * tokens),
             "dense": sum(self.parts.get(part, 0) for part in DENSE),
@@ -162,7 +161,7 @@ class Plan:
             + requests * layers * window * (c.sliding_window + rows - 1),
             "index": key * sum((tokens if self._narrowed(layer) else requests) * self._scored(layer, context)
                                for layer in c.index_source_layer_ids),
-            "activations": tokens * layers * (60 * c.hidden_size + 4.06 * c.num_attention_heads * c.head_dim),
+            "activations": tokens * layers * self._row_bytes,
         }
         seconds = max(sum(moved.values()) / self.machine.bytes_per_s,
                       tokens * self._token_seconds(context, layers))
@@ -184,8 +183,7 @@ class Plan:
         sees `context`, meet so many of its experts. What several rows read alike is moved once.
         """
         c, tokens, ratio = self.config, requests * rows, self.config.ratio(layer)
-        kinds = ("entry", "window", "key")
-        entry, window, key = (Packing.of(c, self.numerics, what).nbytes for what in kinds)
+        entry, window, key = self._cached()
         seen = range(context - rows + 1, context + 1)
         chosen = sum(self._chosen(layer, n) for n in seen) / rows
         scores = layer in c.index_source_layer_ids
@@ -194,12 +192,22 @@ class Plan:
         dense, expert = self._layer_bytes(layer)
         moved = (dense + experts * expert + entry * min(tokens * chosen, there)
                  + key * min(tokens * scored, there) + requests * window * (c.sliding_window + rows - 1)
-                 + tokens * (60 * c.hidden_size + 4.06 * c.num_attention_heads * c.head_dim))
+                 + tokens * self._row_bytes)
         narrow, wide = (b - a for a, b in zip(products(c, layer), products(c, layer + 1), strict=True))
         narrow += 2 * c.index_n_heads * c.index_head_dim * scored
         wide += 4 * c.num_attention_heads * c.head_dim * (c.sliding_window + chosen)
         peak = self.machine.flop_per_s
         return max(moved / self.machine.bytes_per_s, tokens * (narrow / peak["fp8"] + wide / peak["bf16"]))
+
+    def _cached(self) -> tuple[int, ...]:
+        """Bytes of a global entry, a window's entry and an index key."""
+        kinds = ("entry", "window", "key")
+        return tuple(Packing.of(self.config, self.numerics, what).nbytes for what in kinds)
+
+    @property
+    def _row_bytes(self) -> float:
+        """Bytes that a row's activations move in a layer."""
+        return 60 * self.config.hidden_size + 4.06 * self.config.num_attention_heads * self.config.head_dim
 
     def _layer_bytes(self, layer: int) -> tuple[int, int]:
         """Bytes of a layer's weights without routed experts and tables, and of one of its experts."""

@@ -562,7 +562,10 @@ def permute(x_TD: Tensor, weight_TJ: Tensor, order_R: Tensor, place_TJ: Tensor) 
 @ops.implement("moe.combine", "triton", grad=True,
                when=lambda y, place, shared, dtype: refuse(y, shared) or _wide(y))
 def combine(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Each token's results in slot order, then the shared expert's, [T, D] of `dtype`."""
+    """Each token's results in slot order, then the shared expert's, [T, D] of `dtype`.
+
+    Where there are as many places as rows, each row has one; the rows of several ranks may have any number.
+    """
     return _Combine.apply(y_RD, None if place_TJ is None else place_TJ.contiguous(), shared_TD, dtype)
 
 
