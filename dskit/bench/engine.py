@@ -36,6 +36,7 @@ from dskit.checkpoint import locate
 from dskit.config import ModelConfig, preset
 from dskit.engine import engram
 from dskit.engine.config import EngineConfig
+from dskit.engine.host import current
 from dskit.engine.llm import LLM
 from dskit.engine.pools import Blocks, Slots
 from dskit.engine.scheduler import Scheduler
@@ -177,7 +178,8 @@ def engram_rows(args: Any, device: torch.device) -> list[dict[str, Any]]:
     if not config.engram_layer_ids:
         return []
     wanted = [grown(config, gigabytes) for gigabytes in args.engram_gb] or [None]
-    return [engram_row(args, device, name, large) for large in wanted for name in PLACED]
+    with current(device):
+        return [engram_row(args, device, name, large) for large in wanted for name in PLACED]
 
 
 def grown(config: ModelConfig, gigabytes: float) -> ModelConfig:

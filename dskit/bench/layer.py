@@ -34,6 +34,7 @@ from dskit.bench.environment import deliver, header, say
 from dskit.bench.steps import flags, model_name, show
 from dskit.bench.timing import Device, Timed, interleave, said
 from dskit.engine.config import EngineConfig
+from dskit.engine.host import current
 from dskit.engine.plan import Plan
 from dskit.engine.runner import ModelRunner, Work
 from dskit.engine.seq import Copies
@@ -48,7 +49,9 @@ INTERVAL = ("one layer's forward in a step; in a CUDA graph behind a flushed L2 
 
 def main(args: Any, command: str) -> int:
     """Measure, print a table or one JSON document, and keep the result where `--result-dir` says."""
-    return deliver(measure(args), args, f"{model_name(args)}-layer", command, show)
+    with current(checkpoint.default_device(args.device)):
+        report = measure(args)
+    return deliver(report, args, f"{model_name(args)}-layer", command, show)
 
 
 def measure(args: Any) -> Report:

@@ -4,6 +4,9 @@ An ordinary copy to or from a GPU waits until everything queued before it has be
 planning ahead. These go through pinned memory; only `Fetch.wait` waits, and for nothing queued after it.
 What a step needs are some thirty small tensors: a `Parcel` brings them all by one copy, always to one place.
 
+Kernels of Triton, streams and events go to the current GPU of the thread that makes them, which is the first
+one until somebody says otherwise, wherever the tensors are: whoever works for a model makes its GPU current.
+
 Errors: ValueError for a parcel that is filled with tensors of other sizes. On a CPU there is nothing to do.
 Source: engine.md section 5.
 """
@@ -11,6 +14,7 @@ Source: engine.md section 5.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -19,6 +23,11 @@ import torch
 from torch import Tensor
 
 ALIGNED = 16  # bytes: what kernels like an address to be a multiple of
+
+
+def current(device: torch.device | str) -> AbstractContextManager:
+    """Make a device the current one of this thread meanwhile, if it is a GPU."""
+    return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
 
 
 def mapped(value: Any, work: Callable[[Tensor], Any]) -> Any:

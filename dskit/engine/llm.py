@@ -34,6 +34,7 @@ from dskit.engine.config import EngineConfig
 from dskit.engine.dist import Group, GroupError, Parallel
 from dskit.engine.exchange import Peers
 from dskit.engine.grammar import Grammars
+from dskit.engine.host import current
 from dskit.engine.loop import Engine, Handle
 from dskit.engine.pools import Blocks, Slots, bytes_by_kind
 from dskit.engine.ranks import Seat
@@ -114,12 +115,13 @@ class LLM:
         parallel = Parallel(asked.pop("dp"), asked.pop("ep"), asked.pop("distributed_timeout"))
         self.name = "model" if isinstance(model, Model) else str(model)
         if parallel.dp == 1:
-            self._open(**asked, loading=ranks.Loading(progress))
+            with current(_device_of(model, device)):
+                self._open(**asked, loading=ranks.Loading(progress))
             return
         if isinstance(model, Model):
             raise GroupError(f"dp is {dp}, but a ready Model is on one device; name it, and each rank loads "
                              "its part")
-        with ranks.take_seat(parallel, asked) as seat:
+        with ranks.take_seat(parallel, asked) as seat, current(seat.device):
             group = ranks.join(seat, parallel)
             loading = ranks.Loading(progress, seat)
             self._open(**asked | {"device": str(seat.device)}, seat=seat, group=group, loading=loading)
@@ -417,7 +419,8 @@ class LLM:
         """End every request and free the model and its caches; calling it twice is fine."""
         self.engine.close()
         if self.engram is not None:
-            self.engram.close()
+            with current(self.device):
+                self.engram.close()
         self.model = None
 
     def __enter__(self) -> LLM:
@@ -485,6 +488,10 @@ class LLM:
             handle.cancel()
         if left:
             self.engine.settle()
+
+
+def _device_of(model: str | Path | Model, device: str | None) -> torch.device:
+    return model.norm.weight.device if isinstance(model, Model) else checkpoint.default_device(device)
 
 
 def _constraint(prompt: chat.Prompt, body: dict[str, Any]) -> Constraint | None:

@@ -31,6 +31,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ from dskit.engine.canary import Canary
 from dskit.engine.config import EngineConfig
 from dskit.engine.draft import Drafter
 from dskit.engine.grammar import Grammars, State
+from dskit.engine.host import current
 from dskit.engine.runner import Work
 from dskit.engine.scheduler import Scheduler
 from dskit.engine.seq import (
@@ -214,7 +216,7 @@ class Engine:
         self._inbox: deque[Sequence | str | Callable[[], None]] = deque()
         self._inbox_tokens = 0  # of the prompts in it
         self._news = threading.Condition()  # guards _inbox, _handles' keys, _thread, closed
-        self._turn = threading.RLock()  # held by the thread that takes a step
+        self._lock, self._where = threading.RLock(), runner.device  # of `_turn`
         self._thread: threading.Thread | None = None
         self._open: StepPlan | None = None  # planned by hand, not yet committed
         self._flights: deque[Flight] = deque()  # oldest first; at most two, one between two steps
@@ -308,7 +310,7 @@ class Engine:
     def settle(self) -> None:
         """Carry out cancellations now, if no other thread would and no step is open."""
         if not self.driven_elsewhere:
-            with self._turn:
+            with self._turn():
                 if self._open is None:
                     self._empty_inbox()
                     self._land_all()
@@ -316,7 +318,7 @@ class Engine:
     def between_steps(self, work: Callable[[], Any]) -> Any:
         """Run `work` while no step runs, in the thread that takes the steps; waits, and gives its result."""
         if not self.driven_elsewhere:
-            with self._turn:
+            with self._turn():
                 self._land_all()
                 return work()
         done: Future = Future()
@@ -346,7 +348,7 @@ class Engine:
     def close(self) -> None:
         """End all requests with reason "abort", free everything; calling it twice is fine."""
         self.stop()
-        with self._turn:
+        with self._turn():
             with self._news:
                 self.closed = True
                 self._inbox.extend(list(self._handles))
@@ -388,7 +390,7 @@ class Engine:
 
         `blocks_free` of `stats` are those without requests, `blocks_cached` those that are cached.
         """
-        with self._turn:
+        with self._turn():
             s = self.scheduler
             rows = {n: {"block": n, "requests": [], "cached": False} for n in range(1, s.blocks.total + 1)}
             for seq in s.alive():
@@ -400,12 +402,12 @@ class Engine:
 
     def check(self) -> None:
         """Raise CanaryError if a block or slot is lost, or held by nobody; needs a canary."""
-        with self._turn:
+        with self._turn():
             self._canary.check_books([flight.plan for flight in self._flights])
 
     def forget(self) -> None:
         """Reuse nothing that was computed until now: call it when kernels or weights have changed."""
-        with self._turn:
+        with self._turn():
             self.scheduler.tree.clear()
 
     def rounds(self) -> list[RoundRecord]:
@@ -424,7 +426,7 @@ class Engine:
         Without overlap: plan, launch and commit a step. With it: plan and launch one and commit the one
         before, so that [] does not mean that there is nothing to do.
         """
-        with self._turn:
+        with self._turn():
             self._require_no_open_plan()
             try:
                 return self._step()
@@ -437,7 +439,7 @@ class Engine:
         """Take in what the inbox holds and decide the next step; None when there is nothing to compute."""
         if self.driven_elsewhere:
             raise RuntimeError("the engine's own thread takes the steps; call stop() to take them by hand")
-        with self._turn:
+        with self._turn():
             self._require_no_open_plan()
             self._land_all()
             begin = time.perf_counter()
@@ -449,22 +451,29 @@ class Engine:
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the model over the planned rows and sample; a failure becomes the result's `error`."""
         begin = time.perf_counter()
-        flight = self._launch(plan, self._hand[0])
-        self._sample(flight)
-        launched = time.perf_counter()
-        result = self._result(flight)
+        with self._turn():
+            flight = self._launch(plan, self._hand[0])
+            self._sample(flight)
+            launched = time.perf_counter()
+            result = self._result(flight)
         self._hand = self._hand[0], launched - begin, time.perf_counter() - launched
         return result
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Book a step's result and send its events out."""
-        with self._turn:
+        with self._turn():
             if plan is not self._open:
                 raise RuntimeError("this plan is not the open one; every plan is committed once")
             self._open = None
             return self._book(plan, result, *self._hand)
 
     # ---- inside ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread at a time takes steps, and the device of the model is its current one meanwhile."""
+        with self._lock, current(self._where):
+            yield
 
     def _step(self) -> list[TokenEvent]:
         begin = time.perf_counter()
@@ -536,9 +545,10 @@ class Engine:
         events = self.scheduler.commit(plan, result)
         self._send(events)
         self.steps += 1
-        self.tokens += sum(event.token_id is not None for event in events)
-        micros = [1e6 * t for t in (*(seconds or (0.0, 0.0, 0.0)), time.perf_counter() - begin)]
-        self._records.append(StepRecord(plan.kind, plan.rows, len(plan.chunks), *micros))
+        self.tokens += (tokens := sum(event.token_id is not None for event in events))
+        end = time.perf_counter()
+        micros = [1e6 * t for t in (*(seconds or (0.0, 0.0, 0.0)), end - begin)]
+        self._records.append(StepRecord(plan.kind, plan.rows, len(plan.chunks), *micros, tokens, end))
         return events
 
     def _require_no_open_plan(self) -> None:
@@ -563,7 +573,7 @@ class Engine:
 
     def _abandon(self, error: str) -> None:
         """End every request after a failure outside the model, so that nobody waits for ever."""
-        with self._turn:
+        with self._turn():
             self._give_up(error)
             self._empty_inbox()
             self._send([self.scheduler.finish(s, "error", error) for s in self.scheduler.alive()])

@@ -516,7 +516,10 @@ class Result:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Times of one step in microseconds; the newest 4,096 are in `Engine.trace()`."""
+    """Times of one step in microseconds; the newest 4,096 are in `Engine.trace()`.
+
+    ended_s: when it was booked, in seconds of `time.perf_counter`; the time between two of them is a step's.
+    """
 
     kind: str
     rows: int
@@ -525,6 +528,8 @@ class StepRecord:
     launch_us: float
     wait_us: float
     commit_us: float
+    tokens: int
+    ended_s: float
 
 
 # ---- validation of SamplingParams ----------------------------------------------------------------

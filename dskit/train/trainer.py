@@ -539,6 +539,8 @@ def prepare(device: str | None) -> tuple[str, int]:
     """(device, data workers) of a run; on a GPU also the kernels that training takes."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
+        if torch.device(device).index is not None:
+            torch.cuda.set_device(device)  # where Triton launches
         torch._dynamo.config.automatic_dynamic_shapes = False  # few shapes, each worth its own code
         torch._dynamo.config.recompile_limit = 64
         ops.prefer(fast_kernels(), "dskit train")

@@ -52,6 +52,8 @@ class Runner:
     """Next-token scores from a polynomial hash of the tokens so far; `spoil` maps a step's number to an
     exception."""
 
+    device = torch.device("cpu")
+
     def __init__(self, block_size: int, spoil=None):
         self.block_size, self.spoil = block_size, spoil or {}
         self.tags: dict[tuple[int, int], int] = {}

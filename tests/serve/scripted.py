@@ -46,6 +46,8 @@ class ScriptedLLM(LLM):
 class ScriptRunner:
     """Scores that make the script's next token certain. `fail_on`: raise when a prompt holds these ids."""
 
+    device = torch.device("cpu")
+
     def __init__(self, script: dict[str, dict], tokenizer: chat.Tokenizer, vocab_size: int, pause: float):
         self.pause, self.vocab_size, self.tokenizer = pause, vocab_size, tokenizer
         self.script = script
