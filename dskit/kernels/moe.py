@@ -467,10 +467,13 @@ def _permute_kernel(x_ptr, weight_ptr, place_ptr, row_ptr, row_weight_ptr, D, st
             tl.store(row_weight_ptr + row, tl.load(weight_ptr + t * J + j), mask=tl.program_id(1) == 0)
 
 
-@triton.jit
-def _combine_kernel(y_ptr, place_ptr, shared_ptr, rows_ptr, out_ptr, D, stride_y, stride_shared,
+@triton.jit(do_not_specialize=["R"])
+def _combine_kernel(y_ptr, place_ptr, shared_ptr, rows_ptr, out_ptr, R, D, stride_y, stride_shared,
                     J: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A token's piece; rows from `rows` on, of experts that are held elsewhere, count for nothing."""
+    """A token's piece; rows from `rows` on, of experts that are held elsewhere, count for nothing.
+
+    A place that is none of the R rows reads nothing and makes the token NaN, which nobody overlooks.
+    """
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
@@ -478,10 +481,11 @@ def _combine_kernel(y_ptr, place_ptr, shared_ptr, rows_ptr, out_ptr, D, stride_y
         row = t * J + j
         if place_ptr is not None:
             row = tl.load(place_ptr + row)
-        width = D
+        at = tl.broadcast_to(row, (BLOCK_D,))
         if rows_ptr is not None:
-            width = tl.where(row < tl.load(rows_ptr), D, 0)
-        total += ld(y_ptr + row * stride_y + d, d < width)
+            total += ld(y_ptr + row * stride_y + d, (d < D) & (at < tl.load(rows_ptr)))
+        else:
+            total += ld(y_ptr + row * stride_y + d, (d < D) & (at >= 0) & (at < R), float("nan"))
     if shared_ptr is not None:
         total += ld(shared_ptr + t * stride_shared + d, d < D)
     tl.store(out_ptr + t * D + d, narrow(total, out_ptr.dtype.element_ty), mask=d < D)
@@ -514,7 +518,7 @@ def _collect(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dt
     out = torch.empty(T, D, dtype=dtype, device=y.device)
     grid, piece, warps = _pieces("moe.combine", T, D, J)
     if out.numel():
-        _combine_kernel[grid](y, place_TJ, shared, rows, out, D, y.stride(0),
+        _combine_kernel[grid](y, place_TJ, shared, rows, out, R, D, y.stride(0),
                               0 if shared is None else shared.stride(0), J, piece, num_warps=warps)
     return out
 
@@ -565,6 +569,7 @@ def combine(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dty
     """Each token's results in slot order, then the shared expert's, [T, D] of `dtype`.
 
     Where there are as many places as rows, each row has one; the rows of several ranks may have any number.
+    A place beyond the rows makes its token NaN: to look for one beforehand would take a wait for the GPU.
     """
     return _Combine.apply(y_RD, None if place_TJ is None else place_TJ.contiguous(), shared_TD, dtype)
 
