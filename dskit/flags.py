@@ -224,11 +224,32 @@ class EngineArgs(BenchArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputArgs(BenchArgs):
+class LoadArgs(BenchArgs):
+    """What a load takes that is given to an engine whole."""
+
+    data_parallel_size: Annotated[tuple[int, ...], arg(metavar="N", aliases=["--dp", "-dp"])] = (1,)
+    """Ranks, each a process with its own requests and, on GPUs, one of its own; several numbers, as in
+    1 2 4, are measured one after the other, and efficiency is tokens per rank over those of the first."""
+    expert_parallel_size: Annotated[int | None, arg(metavar="N", aliases=["--ep"])] = None
+    """How many ranks share the routed experts; by default all that there are."""
+    max_num_seqs: Count = None
+    """Most requests of a rank computed in one step; by default all it has, in throughput what others get."""
+    max_num_batched_tokens: Count = None
+    """Most tokens of a rank computed in one step; longer prompts are split."""
+    enforce_eager: bool = False
+    """Launch every kernel of a decode step by itself, where a GPU would replay a CUDA graph of them."""
+    speculate: Literal["off", "static", "scheduled"] | None = None
+    """Let the draft guess ahead, as in dskit serve."""
+    distributed_timeout_seconds: Annotated[float, arg(metavar="FLOAT")] = 60.0
+    """The group of ranks ends after so long without a sign of one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputArgs(LoadArgs):
     """Time prompts that are all there at once: tokens per second."""
 
     num_prompts: Annotated[int, arg(metavar="N")] = 32
-    """Prompts."""
+    """Prompts of each rank."""
     input_len: Annotated[int, arg(metavar="N")] = 200
     """Tokens of each, random words."""
     output_len: Annotated[int, arg(metavar="N")] = 64
@@ -238,7 +259,7 @@ class ThroughputArgs(BenchArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillArgs(BenchArgs):
+class PrefillArgs(LoadArgs):
     """Time new tokens behind a cached beginning, at several numbers of requests."""
 
     cached_len: Annotated[int, arg(metavar="N")] = 1024
@@ -246,19 +267,19 @@ class PrefillArgs(BenchArgs):
     new_len: Annotated[int, arg(metavar="N")] = 32
     """Tokens that each request adds."""
     requests: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 2, 4, 8, 16)
-    """Requests at a time."""
+    """Requests of each rank at a time."""
     repeats: Annotated[int, arg(metavar="N")] = 3
     """Batches that are timed, after one; the median is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeArgs(BenchArgs):
+class DecodeArgs(LoadArgs):
     """Time the steps in which so many requests decode."""
 
     context_len: Annotated[int, arg(metavar="N")] = 1024
     """Tokens before the first decoded one."""
     requests: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 2, 4, 8)
-    """Requests at a time."""
+    """Requests of each rank at a time."""
     steps: Annotated[int, arg(metavar="N")] = 50
     """Steps that are timed, after ten."""
 

@@ -101,3 +101,22 @@ def test_startup_and_a_server_of_its_own(capsys, tmp_path):
             "--repeats", "1")  # fmt: skip
     (row,) = run(capsys, tmp_path / "b", "serve", *argv)
     assert row["requests"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "argv"), [
+    ("decode", ("--context-len", "20", "--requests", "1", "3", "--steps", "5")),
+    ("prefill", ("--cached-len", "64", "--new-len", "5", "--requests", "1", "3", "--repeats", "1")),
+    ("throughput", ("--num-prompts", "3", "--input-len", "9", "--output-len", "4", "--repeats", "1")),
+])
+def test_several_ranks_get_equally_many_requests_and_are_compared_with_one(capsys, tmp_path, name, argv):
+    rows = run(capsys, tmp_path, name, *argv, "--dp", "1", "2", "--speculate", "off")
+    each = next(column for column in rows[0] if column.endswith("tok_s_per_rank"))
+    alone, pair = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    assert [row["ranks"] for row in (*alone, *pair)] == [1] * len(alone) + [2] * len(pair)
+    for one, two in zip(alone, pair, strict=True):
+        assert one["requests"] == two["requests"] and one["efficiency"] is None
+        assert two["efficiency"] == pytest.approx(two[each] / one[each])
+        assert two[each.removesuffix("_per_rank")] == pytest.approx(2 * two[each])
+        if name == "prefill":
+            assert two["cached_tokens"] == 64, "every rank has the beginning"
