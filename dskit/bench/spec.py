@@ -4,10 +4,12 @@ Idea: held-out prompts of every skill (only definitions are of words that were t
 natural stops. With every guess verified, the rounds say how many held; tau counts the model's own token too.
 Confidences are calibrated on other prompts and judged on these. Then the same prompts are answered 1, 8 and
 32 at a time: without a draft, with every guess verified, and with those that their confidence and the
-measured cost of a row are for. These ways take turns, so that a busy machine slows all of them.
+measured cost of a row are for. These ways take turns, so that a busy machine slows all of them, and a turn
+in which CUDA graphs were captured is taken again.
 
 Units: tokens per round; tokens per second of all requests' decode steps; milliseconds.
 `speedup`: scheduled over none. `block_step`: the model's step of one request's G + 1 rows over one of 1 row.
+`step_cost`: a step of so many rows from plan to commit, and what its draft adds.
 `acceptance_by_position[k]`: share of guesses k + 1 that held, among those that were judged and stood behind
 guesses that held.
 Errors: ValueError for a model without a draft, or to be saved beside no files.
@@ -17,8 +19,8 @@ Source: dspark.md 9.2, 9.3.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from random import Random
 from statistics import mean, median
 from typing import Any
@@ -27,8 +29,17 @@ from dskit import chat, checkpoint
 from dskit.bench.environment import deliver, environment, say
 from dskit.engine.llm import LLM
 from dskit.engine.runner import Work
-from dskit.engine.seq import RoundRecord, SamplingParams
-from dskit.engine.spec import BINS, CALIBRATION, StepCost, calibrate, cost_file, ece, survivals
+from dskit.engine.seq import RoundRecord, SamplingParams, StepRecord
+from dskit.engine.spec import (
+    BINS,
+    CALIBRATION,
+    StepCost,
+    calibrate,
+    cost_file,
+    ece,
+    padded,
+    survivals,
+)
 from dskit.evaluate import MAX_TOKENS, items
 from dskit.train.skills import SKILLS
 
@@ -36,6 +47,7 @@ INTERVAL = ("decode steps from plan to commit, in the calling process, prompts' 
             "take turns, each was warmed up before")
 ROWS = (1, 2, 3, 4, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 192)
 REQUESTS = (1, 2, 4, 8, 16, 32)
+REPLAYS = 5  # of each count of rows, behind one that warms up
 CALIBRATION_SEED = 1000  # added to the seed of the prompts that are measured
 
 
@@ -47,13 +59,12 @@ def main(args: Any, command: str) -> int:
 
 def measure(args: Any) -> dict[str, Any]:
     """The whole report for parsed flags (`dskit.flags.SpecArgs`)."""
-    ways = {"none": {"speculate": "off"}, "static": {"speculate": "static"}}
     report = {"model": str(args.model).rstrip("/").split("/")[-1]}
-    with LLM(args.model, args.device, args.numerics, args.seed, speculate="static",
-             max_num_seqs=max(16, *args.requests)) as llm:
+    common = {"max_num_seqs": max(16, *args.requests)}
+    with LLM(args.model, args.device, args.numerics, args.seed, speculate="static", **common) as llm, \
+            LLM(llm.model, tokenizer=llm.tokenizer, speculate="off", **common) as plain:
         if args.save and llm.drawn:
             raise ValueError(f"--save keeps the temperatures beside a checkpoint; {args.model} has no files")
-        model, tokenizer = llm.model, llm.tokenizer
         settings, defaults = ({"prompts": a.prompts, "temperature": a.temperature, "device": a.device}
                               for a in (args, type(args)()))
         report["env"] = environment(llm, settings, defaults, INTERVAL)
@@ -61,27 +72,26 @@ def measure(args: Any) -> dict[str, Any]:
         told = [r for rounds in _by_skill(llm, args, CALIBRATION_SEED).values() for r in rounds]
         whole = [r for r in told if r.judged == len(r.confidence)]
         fitted = calibrate([r.confidence for r in whole], [r.held for r in whole], report["model"])
-        say("accepted guesses, skill by skill")
+        say("accepted guesses")
         rounds = _by_skill(llm, args, 0)
         report |= _accepted(rounds) | {"ece": _ece(rounds, fitted.temperatures)}
         say("the cost of rows")
-        cost = step_cost(llm, 1 + 2 * args.repeats)
-    report["calibration"], report["step_cost"] = asdict(fitted), asdict(cost)
-    report["block_step"] = cost(1 + len(fitted.temperatures)) / cost(1)
-    if args.save:
-        fitted.save(checkpoint.locate(args.model) / CALIBRATION)
-        cost.save(cost_file(args.model, str(llm.device)))
-    ways["scheduled"] = {"speculate": "scheduled", "step_cost": cost,
-                         "draft_temperatures": fitted.temperatures}
-    report["throughput"], report["speedup"] = {}, {}
-    for count in args.requests:
-        say(f"{count} at a time, " + ", ".join(ways))
-        with ExitStack() as open_:
-            llms = {way: open_.enter_context(LLM(model, tokenizer=tokenizer, max_num_seqs=count, **how))
-                    for way, how in ways.items()}
-            rates = throughput(llms, args, count)
-        report["throughput"][str(count)] = rates
-        report["speedup"][str(count)] = rates["scheduled"] / rates["none"]
+        cost = with_the_rest(step_cost(llm), llm.engine.trace())
+        report["calibration"], report["step_cost"] = asdict(fitted), asdict(cost)
+        report["block_step"] = cost(1 + len(fitted.temperatures)) / cost(1)
+        if args.save:
+            fitted.save(checkpoint.locate(args.model) / CALIBRATION)
+            cost.save(cost_file(args.model, str(llm.device)))
+        ways = {"none": (plain, {}), "static": (llm, {}),
+                "scheduled": (llm, {"speculate": "scheduled", "step_cost": cost,
+                                    "draft_temperatures": fitted.temperatures})}
+        report["throughput"], report["speedup"] = {}, {}
+        for count in args.requests:
+            say(f"{count} at a time, " + ", ".join(ways))
+            rates = throughput(ways, args, count)
+            report["throughput"][str(count)] = rates
+            report["speedup"][str(count)] = rates["scheduled"] / rates["none"]
+        report["capture_ms"] = {"with the draft": _captured(llm), "without": _captured(plain)}
     return report
 
 
@@ -93,14 +103,22 @@ def _params(args: Any, skill: str, seed: int) -> SamplingParams:
     return SamplingParams(temperature=args.temperature, max_tokens=MAX_TOKENS[skill], seed=seed)
 
 
+def _work(llm: LLM, args: Any, n: int, seed: int) -> list[tuple[str, list[int], SamplingParams]]:
+    """(skill, prompt, parameters) of `n` prompts of each skill, one skill after the other in turn."""
+    by_skill = [[(skill, prompt, _params(args, skill, i))
+                 for i, prompt in enumerate(_prompts(llm, skill, n, args.seed + seed))] for skill in SKILLS]
+    return [one for row in zip(*by_skill, strict=True) for one in row]
+
+
 def _by_skill(llm: LLM, args: Any, seed: int) -> dict[str, list[RoundRecord]]:
     """The rounds of each skill's prompts."""
-    found = {}
-    for skill in SKILLS:
-        llm.engine.scheduler.rounds.clear()
-        prompts = _prompts(llm, skill, args.prompts, args.seed + seed)
-        llm.generate(prompts, [_params(args, skill, i) for i in range(len(prompts))])
-        found[skill] = llm.engine.rounds()
+    llm.engine.scheduler.rounds.clear()
+    skills, prompts, params = zip(*_work(llm, args, args.prompts, seed), strict=True)
+    results = llm.generate(prompts, params)
+    skill_of = {result.request_id: skill for skill, result in zip(skills, results, strict=True)}
+    found: dict[str, list[RoundRecord]] = {skill: [] for skill in SKILLS}
+    for record in llm.engine.rounds():
+        found[skill_of[record.request_id]].append(record)
     return found
 
 
@@ -127,10 +145,11 @@ def _ece(by_skill: dict[str, list[RoundRecord]], temperatures: tuple[float, ...]
     return {"before": error(None), "after": error(temperatures), "bins": BINS, "rounds": len(every)}
 
 
-def step_cost(llm: LLM, repeats: int) -> StepCost:
+def step_cost(llm: LLM) -> StepCost:
     """Time of the model's step by the rows that it verifies, and of a draft by its requests, 200 tokens in.
 
-    All counts take turns, so that whatever else the machine does meanwhile falls on all of them.
+    Where steps are CUDA graphs, of the sizes that are captured. All counts take turns, so that whatever else
+    the machine does meanwhile falls on all of them.
     """
     runner, G = llm.engine.runner, llm.config.dspark_block_size
     per = -(-(200 + G + 1) // runner.block_size)
@@ -149,37 +168,63 @@ def step_cost(llm: LLM, repeats: int) -> StepCost:
 
     def draft(requests: int) -> None:
         starts, newest = [200] * requests, [7] * requests
-        runner.propose(list(slots[:requests]), starts, newest, lambda logits: logits.argmax(-1))[0].tolist()
+        runner.propose(list(slots[:requests]), starts, newest)[0].tolist()
 
-    jobs = [(verify, n) for n in ROWS if n <= most * (1 + G)] + [(draft, n) for n in REQUESTS if n <= most]
+    graphs = runner.graphs is not None
+    rows = sorted({padded(n) if graphs else n for n in ROWS})
+    jobs = [(verify, n) for n in rows if n <= most * (1 + G)] + [(draft, n) for n in REQUESTS if n <= most]
     spent: dict[Any, list[float]] = {job: [] for job in jobs}
-    for _ in range(1 + repeats):
+    for _ in range(1 + REPLAYS):
         for job, n in jobs:
             begin = time.perf_counter()
             job(n)
             spent[job, n].append(1e3 * (time.perf_counter() - begin))
     times = {job: median(each[1:]) for job, each in spent.items()}
-    return StepCost.fit(*({n: times[job, n] for job, n in jobs if job is which} for which in (verify, draft)))
+    return StepCost.fit(*({n: times[job, n] for job, n in jobs if job is which} for which in (verify, draft)),
+                        graphs)
 
 
-def throughput(llms: dict[str, LLM], args: Any, count: int) -> dict[str, float]:
-    """Tokens per second of decode steps with `count` requests at a time, by the way of drafting.
+def with_the_rest(cost: StepCost, trace: Iterable[StepRecord]) -> StepCost:
+    """A cost with what a step takes besides the model's and the draft's: planning, sampling, the books."""
+    rest = [_spent_ms(s) - cost(s.rows, s.sequences) for s in trace if s.kind == "decode"]
+    more = max(0.0, median(rest)) if rest else 0.0
+    return replace(cost, time_ms=tuple(more + each for each in cost.time_ms))
+
+
+def throughput(ways: dict[str, tuple[LLM, dict[str, Any]]], args: Any, count: int) -> dict[str, float]:
+    """Tokens per second of decode steps with `count` requests at a time, by the way of drafting: an engine,
+    and settings that its scheduler is given.
 
     The ways take turns; prompts of all skills, the first tokens left out.
     """
-    total = max(count, 2 * len(SKILLS))
-    each = -(-total // len(SKILLS))
-    by_skill = [[(prompt, _params(args, skill, i))
-                 for i, prompt in enumerate(_prompts(next(iter(llms.values())), skill, each, args.seed))]
-                for skill in SKILLS]
-    work = [item for row in zip(*by_skill, strict=True) for item in row][:total]
-    rates: dict[str, list[float]] = {way: [] for way in llms}
+    total = -(-2 * len(SKILLS) // count) * count
+    work = [one[1:] for one in _work(ways["none"][0], args, -(-total // len(SKILLS)), 0)][:total]
+    rates: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(1 + args.repeats):
-        for way, llm in llms.items():
-            llm.engine.forget()
+        for way, (llm, settings) in ways.items():
+            llm.engine.scheduler.cfg = replace(llm.engine.cfg, **settings)
             part = work if turn else work[:2]  # the first turn warms up
-            rates[way].append(_decode_rate(llm, part, count))
+            rates[way].append(_settled_rate(llm, part, count))
     return {way: median(each[1:]) for way, each in rates.items()}
+
+
+def _settled_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: int) -> float:
+    """The decode rate of a run in which no graph had to be captured."""
+    while True:
+        before = _captured(llm)
+        llm.engine.forget()
+        rate = _decode_rate(llm, work, count)
+        if _captured(llm) == before:
+            return rate
+
+
+def _captured(llm: LLM) -> int:
+    """Milliseconds that captures have taken."""
+    return llm.stats().get("graph_capture_ms", 0)
+
+
+def _spent_ms(step: StepRecord) -> float:
+    return (step.plan_us + step.launch_us + step.wait_us + step.commit_us) / 1e3
 
 
 def _decode_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: int) -> float:
@@ -189,8 +234,8 @@ def _decode_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: 
         steps = llm.engine.steps
         results = llm.generate(*map(list, zip(*work[at : at + count], strict=True)))
         tokens += sum(len(r.token_ids) - 1 for r in results)
-        seconds += sum(s.plan_us + s.launch_us + s.wait_us + s.commit_us
-                       for s in llm.engine.trace()[steps - llm.engine.steps :] if s.kind == "decode") / 1e6
+        seconds += sum(_spent_ms(s) for s in llm.engine.trace()[steps - llm.engine.steps :]
+                       if s.kind == "decode") / 1e3
     return tokens / seconds
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from dskit.engine import sampler
-from dskit.engine.host import send
+from dskit.engine.host import Fetch, send
 from dskit.engine.seq import Ahead, Chunk, Proposal, Round, Sampled, Sequence
-from dskit.layers.dspark import accept, accept_block
+from dskit.layers.dspark import accept, accept_block, likeliest
 
 MODEL, DRAFT, COIN = range(3)  # purposes of a random number
 ODD = 0xD1B54A32D192ED03  # keeps the rounds of a seed apart
@@ -65,7 +65,7 @@ class Drafter:
         temperature = torch.tensor([c.seq.params.temperature for c in chunks], dtype=torch.float64)
         first, lengths, tokens, u, temperature = (
             send(t, device) for t in (first, lengths, tokens, u, temperature))
-        slots = torch.tensor([c.seq.slot for c in chunks], device=device)
+        slots = send(torch.tensor([c.seq.slot for c in chunks]), device)
         held, after = self.accept(sampler.allowed(logits_TV, rows), self._q(logits_TV)[slots], tokens, first,
                                   lengths, temperature, u)
         after = after.clamp_max(logits_TV.shape[-1] - 1)  # a row of NaN: some id
@@ -85,9 +85,6 @@ class Drafter:
         kept: list[Tensor] = []
 
         def pick(logits_BV: Tensor) -> Tensor:
-            if greedy:
-                kept.append(logits_BV)
-                return logits_BV.argmax(-1)
             if self.coupled:
                 picked = sampler.choose(logits_BV, rows)
             else:
@@ -100,12 +97,13 @@ class Drafter:
             return picked
 
         slots = [(c.origin or c).seq.slot for c, _ in live]  # a fork's own slot is not filled yet
-        tokens, _, confidence = self.runner.propose(slots, starts, newest, pick)
+        tokens, logits, confidence = self.runner.propose(slots, starts, newest, likeliest if greedy else pick)
         if live and not self.coupled:
-            own = torch.tensor([seq.slot for seq in seqs], device=tokens.device)
-            logits = torch.stack(kept, dim=1)
+            own = send(torch.tensor([seq.slot for seq in seqs]), tokens.device)
+            logits = torch.stack(kept, dim=1) if kept else logits
             self._q(logits[:, 0])[own] = logits
-        for (_, round), *proposal in zip(live, tokens.tolist(), confidence.tolist(), strict=True):
+        told = (part.tolist() for part in Fetch([tokens, confidence]).wait())
+        for (_, round), *proposal in zip(live, *told, strict=True):
             round.proposal = Proposal(*proposal)
 
     def _q(self, like_TV: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dskit import ops
 from dskit.engine.engram import Placement, Remote
 from dskit.engine.host import Parcel
+from dskit.engine.spec import padded
+from dskit.layers.dspark import likeliest
 from dskit.model import Step
 
 Eager = Callable[[], Tensor | None]
@@ -122,8 +125,7 @@ class Cuda:
     def capture(self, work: Launches) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
         """What repeats `work`, which has run before, and where its outputs will be."""
         torch.cuda.synchronize()
-        gc.collect()  # nothing that is freed meanwhile shall touch the device
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), _uncollected():
             recording = Recording(self._begin)
             try:
                 out = work(recording.pause)
@@ -139,6 +141,18 @@ class Cuda:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         return graph
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: what it frees may touch the device."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Recording:
@@ -205,7 +219,8 @@ class Graph:
 
 @dataclass(frozen=True)
 class Size:
-    """What steps of one graph share: "decode", so many rows and positions; or "draft", so many rounds."""
+    """What steps of one graph share: "decode", so many rows and positions; or so many rounds of a draft, with
+    ("draft") or without ("guess") the walk through the block that takes the likeliest tokens."""
 
     kind: str
     rows: int
@@ -229,7 +244,7 @@ class Graphs:
     def decode(self, work: list[Any]) -> Tensor | None:
         """Logits of a decode step, or None where it has to run eagerly."""
         rows, stop = sum(w.stop - w.start for w in work), max((w.stop for w in work), default=0)
-        size = Size("decode", _padded(rows), max(LEAST_POSITIONS, 1 << (stop - 1).bit_length()))
+        size = Size("decode", padded(rows), max(LEAST_POSITIONS, 1 << (stop - 1).bit_length()))
         found = self._outputs(size, work, rows)
         self.counts["eager_steps" if found is None else "graph_steps"] += 1
         return None if found is None else found[0]
@@ -237,7 +252,11 @@ class Graphs:
     def guess(self, rounds: list[tuple[int, int, int]]) -> tuple[Tensor, ...] | None:
         """`Model.guess` for (slot, start, newest token) each, or None where it has to run eagerly."""
         rows = len(rounds) * self.runner.config.dspark_block_size
-        return self._outputs(Size("draft", _padded(len(rounds))), rounds, rows)
+        return self._outputs(Size("guess", padded(len(rounds))), rounds, rows)
+
+    def draft(self, rounds: list[tuple[int, int, int]]) -> tuple[Tensor, ...] | None:
+        """`Model.draft` of the likeliest tokens, likewise."""
+        return self._outputs(Size("draft", padded(len(rounds))), rounds, len(rounds))
 
     @torch.inference_mode()
     def recapture(self) -> int:
@@ -305,7 +324,7 @@ class Graphs:
 
     def _launches(self, size: Size) -> Callable[[Step, Pause], tuple[Tensor, ...]]:
         """What a graph holds: from a step as it was laid out to its outputs."""
-        return self._logits if size.kind == "decode" else self._guesses
+        return {"decode": self._logits, "guess": self._guesses, "draft": self._drafts}[size.kind]
 
     def _logits(self, inputs: Step, pause: Pause) -> tuple[Tensor]:
         runner = self.runner
@@ -317,10 +336,15 @@ class Graphs:
     def _guesses(self, inputs: Step, pause: Pause) -> tuple[Tensor, Tensor]:
         return self.runner.model.guess(self.runner.arrive(inputs, unknown=False), self.runner.memory)
 
+    def _drafts(self, inputs: Step, pause: Pause) -> tuple[Tensor, Tensor, Tensor]:
+        runner, G = self.runner, self.runner.config.dspark_block_size
+        step, shape = runner.arrive(inputs, unknown=False), (len(inputs.ids) // G, G)
+        return runner.model.draft(step, runner.memory, shape, likeliest)
+
     def _inputs(self, size: Size, work: list[Any]) -> Step | None:
         """A step as it is laid out, in the shapes of its size; None where it holds what a graph does not."""
         runner = self.runner
-        if size.kind == "draft":
+        if size.kind != "decode":
             return runner.lay_out_block([*work, *[(0, 0, 0)] * (size.rows - len(work))])
         fillers = [runner.placeholder()] * (size.rows - sum(w.stop - w.start for w in work))
         step = runner.lay_out([*work, *fillers])
@@ -331,11 +355,6 @@ class Graphs:
         segments = {ratio: [_by_row(parts, blocks, runner.block_size // ratio)]
                     for ratio, parts in step.segments.items()}
         return replace(step, groups=groups, segments=segments, wanted=None, image=None)
-
-
-def _padded(rows: int) -> int:
-    """The number of rows that so many are padded to."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 
 
 def _pad_group(group: Any, rows: int) -> Any:

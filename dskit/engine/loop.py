@@ -510,9 +510,10 @@ class Engine:
         return self.runner.run(work, plan.copies)
 
     def _sample(self, flight: Flight) -> None:
-        """Let the device choose the tokens of a step."""
-        runner = self.runner if self.cfg.overlap else None
+        """Let the device choose the tokens of a step, and the draft guess what follows them."""
+        begin, runner = time.perf_counter(), self.runner if self.cfg.overlap else None
         flight.tokens = self._device.submit(_outputs, flight.plan, flight.logits, runner, self._drafter)
+        flight.launch_s += time.perf_counter() - begin
 
     def _result(self, flight: Flight) -> StepResult:
         """Wait for a step."""

@@ -33,6 +33,7 @@ from dskit.engine.graphs import Cuda, Graphs
 from dskit.engine.host import send, send_all
 from dskit.engine.seq import Copies
 from dskit.layers.compress import GroupPlan
+from dskit.layers.dspark import likeliest
 from dskit.layers.indexer import Segment
 from dskit.layers.rope import turns
 from dskit.layers.swa import RingPlan
@@ -202,7 +203,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def propose(self, slots: list[int], starts: list[int], newest: list[int],
-                pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+                pick: Callable[[Tensor], Tensor] = likeliest) -> tuple[Tensor, Tensor, Tensor]:
         """What the draft says follows the newest token of each slot, which stands at `starts`.
 
         Gives tokens [B, G], the logits [B, G, V] that `pick` drew them from, and logits [B, G] of the
@@ -210,7 +211,9 @@ class ModelRunner:
         """
         rounds, shape = list(zip(slots, starts, newest, strict=True)), (len(slots), self.rows_per_round - 1)
         with ops.step("decode"):
-            found = self.graphs.guess(rounds) if self.graphs else None
+            if self.graphs and pick is likeliest and (found := self.graphs.draft(rounds)):
+                return found
+            found = self.graphs.guess(rounds) if self.graphs and pick is not likeliest else None
             if found is None:
                 step = self.arrive(send_all(self.lay_out_block(rounds), self.device), unknown=False)
                 found = self.model.guess(step, self.memory)

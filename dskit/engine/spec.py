@@ -10,7 +10,8 @@ A request's rows are admitted from the front, since survivals never rise. What d
 token that it decides on, or the output's law changes: `capacity` looks globally, but only at the round
 before, and `allocate` spends it on the live round, where a row's rank depends on what came before it alone.
 (Where the text does not depend on lengths at all, in coupled acceptance, `capacity` may look at the live
-round.)
+round.) Costs and confidences are never exact, so a choice that promises little more than verifying every
+guess gives way to that.
 
 Shapes: survivals [R][G], one list per request; lengths l [R] with 0 <= l <= G.
 Units: step times in milliseconds; survivals are probabilities.
@@ -26,11 +27,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import platformdirs
 
 NEGLIGIBLE = 1e-6
+MARGIN = 1.03  # how much more a choice has to promise than verifying every guess
 GRID = tuple(10 ** (-1 + 2 * i / 40) for i in range(41))  # temperatures that calibration tries
 BINS = 15
 CALIBRATION = "dspark_calibration.json"  # beside a checkpoint
@@ -47,13 +51,14 @@ class StepCost:
     """Milliseconds of a decode step: the model's by its rows, and the draft's by the requests it guesses for.
 
     Measured at some counts, in proportion between two of them and beyond the last. Without draft times the
-    others hold the draft's.
+    others hold the draft's. padded: steps are CUDA graphs, and take what the next larger one takes.
     """
 
     rows: tuple[int, ...]
     time_ms: tuple[float, ...]
     requests: tuple[int, ...] = ()
     draft_ms: tuple[float, ...] = ()
+    padded: bool = False
 
     def __post_init__(self) -> None:
         draft = not self.requests or _is_curve(self.requests, self.draft_ms)
@@ -62,9 +67,10 @@ class StepCost:
                              "`dskit bench spec --save`")
 
     @classmethod
-    def fit(cls, model: dict[int, float], draft: dict[int, float]) -> StepCost:
+    def fit(cls, model: dict[int, float], draft: dict[int, float], padded: bool = False) -> StepCost:
         """A cost from times by count, made to rise: no step is shorter for having more to do."""
-        return cls(tuple(model), rising(list(model.values())), tuple(draft), rising(list(draft.values())))
+        return cls(tuple(model), rising(list(model.values())), tuple(draft), rising(list(draft.values())),
+                   padded)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -74,12 +80,20 @@ class StepCost:
     @classmethod
     def load(cls, path: str | Path) -> StepCost:
         """Read it back."""
-        return cls(**{k: tuple(v) for k, v in json.loads(Path(path).read_text()).items()})
+        found = json.loads(Path(path).read_text())
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
 
     def __call__(self, rows: int, drafted: int = 0) -> float:
         """Of a step of so many rows, after which so many requests are drafted for."""
+        if self.padded:
+            rows, drafted = padded(rows), drafted and padded(drafted)
         draft = _between(self.requests, self.draft_ms, drafted) if drafted and self.requests else 0.0
         return _between(self.rows, self.time_ms, rows) + draft
+
+
+def padded(rows: int) -> int:
+    """The rows of the CUDA graph that repeats a step of so many."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
 
 
 def _is_curve(counts: Sequence[int], times: Sequence[float]) -> bool:
@@ -132,29 +146,36 @@ def _ranked(live: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
     return sorted(rows, key=lambda row: (-row[0], row[2], row[1]))
 
 
-def _best(hopes: Sequence[Sequence[float]], cost: StepCost, drafted: int) -> tuple[float, int]:
-    """The most tokens per millisecond that these survivals promise, and with how many drafted rows."""
-    R = len(hopes)
-    total, best, count = float(R), R / cost(R, drafted), 0
-    for j, (survival, _, _) in enumerate(_ranked(hopes), 1):
-        total += survival
-        if total / cost(R + j, drafted) > best:
-            best, count = total / cost(R + j, drafted), j
-    return best, count
+@lru_cache(maxsize=1024)
+def _times(cost: StepCost, requests: int, drafts: int) -> np.ndarray:
+    """Of a round of so many requests with 0, 1, ... drafted rows."""
+    return np.array([cost(requests + rows, requests) for rows in range(1 + drafts)])
+
+
+def _rates(hopes: Sequence[Sequence[float]], cost: StepCost) -> np.ndarray:
+    """Tokens per millisecond that these survivals promise, with 0, 1, ... of the likeliest verified."""
+    R, alive = len(hopes), np.sort([a for chain in hopes for a in chain if a > NEGLIGIBLE])[::-1]
+    return np.cumsum(np.concatenate(([R], alive))) / _times(cost, R, sum(map(len, hopes)))[: 1 + len(alive)]
 
 
 def capacity(hopes: Sequence[Sequence[float]], cost: StepCost) -> int:
     """How many drafted rows the coming step should hold, from the survivals of a round that is over."""
-    return _best(hopes, cost, len(hopes))[1] if hopes else 0
+    if not hopes:
+        return 0
+    rates = _rates(hopes, cost)
+    return len(rates) - 1 if MARGIN * rates[-1] >= rates.max() else int(rates.argmax())
 
 
 def pays(hopes: Sequence[Sequence[float]], cost: StepCost) -> bool:
     """Whether a draft for these requests promises more tokens a second than a step without one."""
-    return bool(hopes) and _best(hopes, cost, len(hopes))[0] > len(hopes) / cost(len(hopes))
+    return bool(hopes) and _rates(hopes, cost).max() > len(hopes) / cost(len(hopes))
 
 
 def allocate(live: Sequence[Sequence[float]], count: int) -> list[int]:
     """Spend `count` rows on the likeliest survivors: lengths whose sum is at most `count`."""
+    lengths = [sum(a > NEGLIGIBLE for a in chain) for chain in live]
+    if sum(lengths) <= count:
+        return lengths
     lengths = [0] * len(live)
     for _, request, k in _ranked(live)[:count]:
         lengths[request] = k

@@ -171,11 +171,17 @@ def main_projection(taps: list[Tensor], stages: nn.ModuleList, numerics: Numeric
     return first.main_norm(first.main_proj(numerics.activation(torch.cat(taps, dim=-1))))
 
 
+def likeliest(logits_BV: Tensor) -> Tensor:
+    """The token of each row with the largest logit."""
+    return logits_BV.argmax(-1)
+
+
 def propose(x_BMD: Tensor, base_BMV: Tensor, token_B: Tensor, last: nn.Module,
             pick: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the block left to right: (tokens [B, M], logits [B, M, V], confidence logits [B, M]).
 
-    token_B is the newest committed token; `pick` turns logits [B, V] into tokens [B] (argmax, or a sampler).
+    token_B is the newest committed token; `pick` turns logits [B, V] into tokens [B] (`likeliest`, or a
+    sampler).
     """
     tokens, logits, embeddings = [], [], []
     for i in range(x_BMD.shape[1]):

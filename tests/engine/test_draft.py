@@ -395,7 +395,7 @@ def test_a_real_draft_changes_nothing(model, settings):
 
 def test_a_rank_without_requests_drafts_nothing(model):
     with LLM(model) as llm:
-        found = llm.engine.runner.propose([], [], [], lambda logits: logits.argmax(-1))
+        found = llm.engine.runner.propose([], [], [])
     assert [len(part) for part in found] == [0, 0, 0]
 
 
@@ -467,12 +467,12 @@ def test_a_rewound_state_is_that_of_never_having_drafted(model, hold, length):
         runner.run([Work(1, blocks, tokens, at, len(tokens), length, "all")])
         at += 1 + held
     found = runner.run([Work(1, blocks, truth, at, at + 1, length)])
-    ring = runner.propose([1], [at + 1], [77], lambda l: l.argmax(-1))
+    ring = runner.propose([1], [at + 1], [77])
     fresh = LLM(model, enable_prefix_caching=False).engine.runner
     fresh.run([Work(1, blocks, truth, 0, at, length)])
     torch.testing.assert_close(found, fresh.run([Work(1, blocks, truth, at, at + 1, length)]),
                                rtol=1e-4, atol=1e-4)
-    again = fresh.propose([1], [at + 1], [77], lambda l: l.argmax(-1))
+    again = fresh.propose([1], [at + 1], [77])
     torch.testing.assert_close(ring[1], again[1], rtol=1e-4, atol=1e-4)
 
 

@@ -6,7 +6,18 @@ from random import Random
 
 import pytest
 
-from dskit.engine.spec import Calibration, StepCost, allocate, calibrate, capacity, pays, rising, survivals
+from dskit.engine.spec import (
+    MARGIN,
+    NEGLIGIBLE,
+    Calibration,
+    StepCost,
+    allocate,
+    calibrate,
+    capacity,
+    pays,
+    rising,
+    survivals,
+)
 
 SMOOTH = StepCost(tuple(range(1, 40)), tuple(10 + 0.8 * r for r in range(1, 40)))
 CLIFF = StepCost((4, 5, 8, 9, 16, 17, 40), (10.0, 11.0, 11.0, 18.0, 18.0, 60.0, 60.0))
@@ -34,14 +45,21 @@ def early_stop(live, cost):
 
 
 @pytest.mark.parametrize("cost", [SMOOTH, CLIFF, DRAFTED])
-def test_capacity_is_the_global_optimum_even_over_a_cliff(cost):
-    rng = Random(1)
+def test_capacity_is_the_global_optimum_even_over_a_cliff_or_everything_where_that_is_as_good(cost):
+    rng, some = Random(1), 0
     for _ in range(60):
         live = chains(rng, rng.randint(1, 3), 3)
         best = max(theta(live, l, cost) for l in itertools.product(range(4), repeat=len(live)))
-        assert theta(live, allocate(live, capacity(live, cost)), cost) == pytest.approx(best)
+        count, alive = capacity(live, cost), sum(a > NEGLIGIBLE for chain in live for a in chain)
+        if count == alive:
+            assert MARGIN * theta(live, allocate(live, count), cost) >= 0.999 * best
+            continue
+        some += 1
+        assert MARGIN * theta(live, allocate(live, alive), cost) < best
+        assert theta(live, allocate(live, count), cost) == pytest.approx(best)
         if cost is SMOOTH:
-            assert early_stop(live, cost) == allocate(live, capacity(live, cost))
+            assert early_stop(live, cost) == allocate(live, count)
+    assert 5 < some < 60
 
 
 def test_drafting_pays_when_some_lengths_beat_a_step_without_a_draft():
@@ -71,6 +89,9 @@ def test_a_cost_between_two_counts_lies_between_theirs():
     assert [cost(n) for n in (1, 2, 4, 7, 8, 16)] == [10, 12, 16, 22, 24, 48]
     assert [cost(4, n) for n in (0, 1, 2, 3, 6)] == [16, 18, 20, 22, 28]
     assert StepCost((1,), (1.0,))(1, 5) == 1.0  # nothing is known of the draft
+    graphs = StepCost((1, 8, 16), (10.0, 17.0, 25.0), (1, 4), (2.0, 5.0), padded=True)
+    assert [graphs(n) for n in (1, 3, 4, 5, 8, 9, 16)] == [10, 13, 13, 17, 17, 25, 25]
+    assert [graphs(8, n) for n in (0, 1, 3, 4)] == [17, 19, 22, 22]
 
 
 def test_the_budget_is_spent_and_never_overspent():
