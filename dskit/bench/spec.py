@@ -9,7 +9,7 @@ in which CUDA graphs were captured is taken again.
 
 Units: tokens per round; tokens per second of all requests' decode steps; milliseconds.
 `speedup`: scheduled over none. `block_step`: the model's step of one request's G + 1 rows over one of 1 row.
-`step_cost`: a step of so many rows from plan to commit, and what its draft adds.
+`step_cost`: a step of so many rows with all that belongs to it, and what its draft adds.
 `acceptance_by_position[k]`: share of guesses k + 1 that held, among those that were judged and stood behind
 guesses that held.
 Errors: ValueError for a model without a draft, or to be saved beside no files.
@@ -19,8 +19,9 @@ Source: dspark.md 9.2, 9.3.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
 from random import Random
 from statistics import mean, median
 from typing import Any
@@ -43,8 +44,8 @@ from dskit.engine.spec import (
 from dskit.evaluate import MAX_TOKENS, items
 from dskit.train.skills import SKILLS
 
-INTERVAL = ("decode steps from plan to commit, in the calling process, prompts' own steps left out; the ways "
-            "take turns, each was warmed up before")
+INTERVAL = ("from the end of one step to the end of the next, in the calling process, without those of "
+            "prompts; the ways take turns, each was warmed up before")
 ROWS = (1, 2, 3, 4, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 192)
 REQUESTS = (1, 2, 4, 8, 16, 32)
 REPLAYS = 5  # of each count of rows, behind one that warms up
@@ -186,7 +187,7 @@ def step_cost(llm: LLM) -> StepCost:
 
 def with_the_rest(cost: StepCost, trace: Iterable[StepRecord]) -> StepCost:
     """A cost with what a step takes besides the model's and the draft's: planning, sampling, the books."""
-    rest = [_spent_ms(s) - cost(s.rows, s.sequences) for s in trace if s.kind == "decode"]
+    rest = [1e3 * seconds - cost(step.rows, step.sequences) for step, seconds in _decodes(trace)]
     more = max(0.0, median(rest)) if rest else 0.0
     return replace(cost, time_ms=tuple(more + each for each in cost.time_ms))
 
@@ -223,8 +224,9 @@ def _captured(llm: LLM) -> int:
     return llm.stats().get("graph_capture_ms", 0)
 
 
-def _spent_ms(step: StepRecord) -> float:
-    return (step.plan_us + step.launch_us + step.wait_us + step.commit_us) / 1e3
+def _decodes(trace: Iterable[StepRecord]) -> Iterator[tuple[StepRecord, float]]:
+    """Decode steps, and the seconds from the end of the step before to theirs."""
+    return ((step, step.ended_s - last.ended_s) for last, step in pairwise(trace) if step.kind == "decode")
 
 
 def _decode_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: int) -> float:
@@ -232,10 +234,9 @@ def _decode_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: 
     tokens, seconds = 0, 0.0
     for at in range(0, len(work), count):
         steps = llm.engine.steps
-        results = llm.generate(*map(list, zip(*work[at : at + count], strict=True)))
-        tokens += sum(len(r.token_ids) - 1 for r in results)
-        seconds += sum(_spent_ms(s) for s in llm.engine.trace()[steps - llm.engine.steps :]
-                       if s.kind == "decode") / 1e3
+        llm.generate(*map(list, zip(*work[at : at + count], strict=True)))
+        for step, took in _decodes(llm.engine.trace()[steps - llm.engine.steps :]):
+            tokens, seconds = tokens + step.tokens, seconds + took
     return tokens / seconds
 
 

@@ -2,13 +2,15 @@
 
 import contextlib
 import io
+import itertools
 import json
 
 import pytest
 
 from dskit import cli
 from dskit.bench import spec
-from dskit.engine.seq import SamplingParams
+from dskit.engine.seq import SamplingParams, StepRecord
+from dskit.engine.spec import StepCost
 from dskit.flags import SpecArgs
 
 SKILLS = ("define", "json")
@@ -50,7 +52,7 @@ def test_the_document_has_the_keys_that_others_read(document):
     assert found["step_cost"]["rows"] == [1, 3, 5] and found["step_cost"]["requests"] == [1, 2]
     for times in (found["step_cost"]["time_ms"], found["step_cost"]["draft_ms"]):
         assert times == sorted(times) and min(times) > 0
-    assert found["block_step"] >= 1 and "decode steps" in found["env"]["interval"]
+    assert found["block_step"] >= 1 and "end of one step" in found["env"]["interval"]
 
 
 @pytest.mark.slow
@@ -64,9 +66,20 @@ def test_of_the_steps_only_those_of_decode_count(tiny):
     work = [([300 + i, 301, 302], SamplingParams(max_tokens=6, ignore_eos=True)) for i in range(3)]
     before = tiny.engine.steps
     rate = spec._decode_rate(tiny, work, 2)
-    steps = [s for s in tiny.engine.trace()[before - tiny.engine.steps :] if s.kind == "decode"]
-    spent = sum(s.plan_us + s.launch_us + s.wait_us + s.commit_us for s in steps) / 1e6
+    ends = [(s.kind, s.ended_s) for s in tiny.engine.trace()[before - tiny.engine.steps :]]
+    spent = sum(end - last for (_, last), (kind, end) in itertools.pairwise(ends) if kind == "decode")
     assert rate == pytest.approx(15 / spent)
+
+
+def test_a_cost_has_what_a_step_takes_besides():
+    def step(kind, rows, end):
+        return StepRecord(kind, rows, 1, 0.0, 0.0, 0.0, 0.0, 1, end)
+
+    cost = StepCost((1, 5), (2.0, 4.0), (1,), (1.0,))
+    trace = [step("prefill", 9, 0.0), step("decode", 5, 0.007), step("decode", 5, 0.013),
+             step("decode", 1, 0.090), step("prefill", 9, 0.5), step("decode", 3, 0.506)]
+    assert spec.with_the_rest(cost, trace).time_ms == pytest.approx((4.0, 6.0))
+    assert spec.with_the_rest(cost, []) == cost
 
 
 def test_what_has_no_files_is_not_saved(capsys):
