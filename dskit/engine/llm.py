@@ -125,6 +125,9 @@ class LLM:
             group = ranks.join(seat, parallel)
             loading = ranks.Loading(progress, seat)
             self._open(**asked | {"device": str(seat.device)}, seat=seat, group=group, loading=loading)
+            if seat.device.type == "cuda":
+                loading.say("taking the first steps, for which kernels are compiled")
+                self.engine.warm_up()
             loading.meet()
             self.engine.start()
             if seat.rank:

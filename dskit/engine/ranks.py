@@ -17,6 +17,9 @@ Ranks: `LLM(..., dp=2)` and `dskit serve --dp 2` start the others as fresh inter
 this node; under torchrun they are there already, and an `LLM` on another rank than 0 serves until rank 0
 closes it, then ends its process.
 
+Triton compiles a kernel when it is first launched, a minute's worth of them in the first steps of a new
+machine. On GPUs ranks therefore take steps of all kinds before they say that they have loaded.
+
 Units: seconds.
 State: ranks end together. `close` on rank 0 ends all of them in order. Any failure of a step on any rank, a
 rank that is gone and one that is silent end the group: open requests get an error that says so, the other
@@ -60,6 +63,7 @@ logger = logging.getLogger("dskit.engine")
 TOGETHER = 70  # decode steps after which a prompt is begun if every rank has one
 SHARED = ("steps", "eplb_balance", "eplb_rebalances", "eplb_failures", "eplb_stall_ms")  # not summed
 EVERY = 2.0  # between two words about loading
+WARM = 8192  # positions of the longest sequence in the steps that compile kernels
 PAUSE = 0.02  # between two looks of a group that has nothing to do
 NAMES = {DECODE: "decode", PREFILL: "prefill"}
 
@@ -80,6 +84,17 @@ class RankEngine(Engine):
         self._resting = False
         self._watchdog: Watchdog | None = None
         self.dummies = 0  # steps without rows of this rank
+
+    def warm_up(self) -> None:
+        """Have kernels compiled while the group still waits for loading; all ranks do it at the same time.
+
+        The first steps of a new machine take longer than a rank may be silent later on.
+        """
+        with self._turn():
+            length = min(self.cfg.max_model_len, WARM)
+            self.runner.warm_up(self.cfg.max_num_batched_tokens, self.cfg.max_num_seqs, length)
+            if self.rebalancer is not None:
+                self.rebalancer.load.drop()
 
     def start(self) -> None:
         """Let the engine's thread step with the others, from here to the end."""
@@ -589,6 +604,11 @@ class Loading:
         self._hear(0)
         self._say()
 
+    def say(self, words: str) -> None:
+        """Rank 0 passes it on."""
+        if self._tell is not None:
+            self._tell(words)
+
     def meet(self) -> None:
         """Wait until every rank has loaded. GroupError when one of them could not."""
         if self._seat.rank:
@@ -615,6 +635,5 @@ class Loading:
         return bool(ready)
 
     def _say(self) -> None:
-        if self._tell is not None:
-            parts = [f"rank {rank} {share:.0%}" for rank, share in sorted(self._shares.items())]
-            self._tell("weights loaded: " + (", ".join(parts) if self._seat else f"{self._shares[0]:.0%}"))
+        parts = [f"rank {rank} {share:.0%}" for rank, share in sorted(self._shares.items())]
+        self.say("weights loaded: " + (", ".join(parts) if self._seat else f"{self._shares[0]:.0%}"))

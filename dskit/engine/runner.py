@@ -133,6 +133,11 @@ def _ids(work: list[Work], at: Layout, reach: int) -> tuple[np.ndarray, np.ndarr
     return np.array(ids, dtype=np.int64), np.arange(len(at.pos)) + (at.owner + 1) * reach
 
 
+def _spread(most: int) -> list[int]:
+    """Powers of four, and the most: kernels take other tiles from some numbers on."""
+    return [*(4**i for i in range(most.bit_length()) if 4**i < most), most]
+
+
 def _runs(counts: np.ndarray) -> list[tuple[int, int]]:
     """(first, last + 1) of neighbours with equal counts; one run of nothing where there are none."""
     edges = [0, *(1 + np.flatnonzero(np.diff(counts))).tolist(), len(counts)]
@@ -200,6 +205,26 @@ class ModelRunner:
     def placeholder(self) -> Work:
         """A row that fills up a step: in the reserved slot and block."""
         return Work(0, [0], [self.config.pad_token_id or 0], 0, 1, 0)
+
+    def warm_up(self, rows: int, requests: int, length: int) -> None:
+        """Take steps of all kinds in the reserved slot and block, so that few kernels are left to compile.
+
+        rows: most of a prompt; requests: most that decode; length: positions that the longest has by then.
+        """
+        def work(count: int, stop: int, prompt_len: int) -> Work:
+            blocks, ids = [0] * -(-stop // self.block_size), [self.config.pad_token_id or 0] * stop
+            return Work(0, blocks, ids, stop - count, stop, prompt_len)
+
+        longest = self.rows_per_round
+        for count in _spread(min(rows, length)):
+            for stop in {count, length}:
+                self.run([work(count, stop, stop)], kind="prefill")
+        for count in _spread(requests):
+            for stop in {longest, max(longest, length)}:
+                for each in {1, longest}:
+                    self.run([work(each, stop, 0)] * count, kind="decode")
+            if longest > 1:
+                self.propose([0] * count, [length - 1] * count, [0] * count, lambda logits: logits.argmax(-1))
 
     @torch.inference_mode()
     def propose(self, slots: list[int], starts: list[int], newest: list[int],
