@@ -153,6 +153,16 @@ def bench_layer(argv: list[str]) -> int:
     return layer.main(args, shlex.join(["dskit", "bench", "layer", *argv]))
 
 
+def bench_exchange(argv: list[str]) -> int:
+    """Rows to the experts of other GPUs and back: written directly, and by NCCL."""
+    from dskit.flags import ExchangeArgs
+
+    args = parse(ExchangeArgs, "bench exchange", argv)
+    from dskit.bench import exchange
+
+    return exchange.main(args, shlex.join(["dskit", "bench", "exchange", *argv]))
+
+
 def bench_kernels(argv: list[str]) -> int:
     """Every op's kernel at its released widths, beside its floor, its peers and torch.compile."""
     from dskit.flags import KernelsArgs
@@ -284,6 +294,7 @@ BENCHES: dict[str, Callable[[list[str]], int]] = {
     "startup": bench_startup,
     "layer": bench_layer,
     "kernels": bench_kernels,
+    "exchange": bench_exchange,
     "tune": bench_tune,
     "engine": bench_engine,
     "spec": bench_spec,

@@ -210,6 +210,26 @@ class TuneArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExchangeArgs:
+    """Time rows to the experts of other GPUs and back: written directly, by NCCL, and by the reference."""
+
+    rows: Annotated[tuple[int, ...], arg(metavar="N")] = (1, 32, 128, 512, 8192)
+    """Rows of each rank."""
+    width: Annotated[int, arg(metavar="N")] = 5120
+    """Channels of a row."""
+    prove: bool = False
+    """Let auto take these kernels on this kind of GPU if what they bring is right, else no more."""
+    seed: int = 0
+    """Seed of the rows."""
+    json: bool = False
+    """Print one JSON document instead of the table."""
+    result_dir: Folder = None
+    """Write run.json and bench.json into a new folder in here, for example profiles."""
+    allow_no_gpu: bool = False
+    """Without two GPUs, where nothing can be measured, exit with 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineArgs(BenchArgs):
     """Time what a step costs beside the model; on a GPU also for how long it has nothing to do."""
 

@@ -5,7 +5,7 @@ the slots from r * P / size on. P - E slots are replicas, second copies of some 
 MoE layer an `Exchange`, which turns the router's experts into slots and carries rows there and back.
 
     dispatch   a row goes once to every rank that holds one of its slots, with its slots there and its weights
-    (experts)  the layer computes the pairs (row, slot) that have come; moe.plan groups them by slot
+    (experts)  the layer computes what the slots here say of the rows that have come
     combine    the answers go back and are laid out for moe.combine, which adds them up in float32
 
 On the way back a rank adds up what its experts say of a row, so that one row per rank returns; the sum over
@@ -22,11 +22,13 @@ and scale in `MoE.experts.w13` and `.w2`, then call `Exchange.map.replace_(phys2
 addresses. A map that names an expert nowhere is refused and leaves the old one. `Exchange.load` counts what
 each slot has computed.
 
-Implementations: an op here gets whatever it needs in `Peers`; one with fixed sizes, as CUDA graphs ask for,
-sends `max_rows` rows to each peer and marks the slots of those that are no rows with -1.
+Implementations: `torch` sends as many rows as there are, which the hosts tell each other. `triton` writes
+into a window of the peers' memory (window.py) that has room for as many rows of each rank as they agreed on;
+no host waits, so that CUDA graphs can hold it. Whatever the way, a slot of -1 is no choice, and a row of
+nothing but -1 is no row.
 
-Shapes: x_TD, expert_TJ, weight_TJ (T may be 0); S rows sent, R received, Pairs with an expert here.
-State: slot maps and counts live on the model's device.
+Shapes: x_TD, expert_TJ, weight_TJ (T may be 0); S rows sent, R received.
+State: slot maps and counts live on the model's device; `Peers.rows` is set before a step, on all ranks alike.
 Errors: ValueError for a map that cannot be; AssertionError for more rows than `max_rows`, a bug of the
 engine; whatever torch.distributed raises when a peer is gone or silent.
 Source: engine.md sections 11.3, 12.1.
@@ -34,6 +36,7 @@ Source: engine.md sections 11.3, 12.1.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,19 +47,38 @@ from torch import Tensor
 
 from dskit import ops
 from dskit.engine import eplb
+from dskit.engine.window import Apart, Window, open_window
 from dskit.layers.linear import Numerics, decode, encode
 from dskit.layers.moe import MoE
 from dskit.model import Model
 
+logger = logging.getLogger("dskit.engine")
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Peers:
-    """The ranks that share experts: which of them this is, and the group that carries rows (None: alone)."""
+    """The ranks that share experts: which of them this is, and the group that carries rows (None: alone).
+
+    window: of this rank into the others' memory; `apart` says why there is none.
+    rows: as many as any of them brings to the step at hand; None: that is not agreed.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     max_rows: int = 1 << 30
+    window: Window | None = None
+    apart: str = "none was opened"
+    rows: int | None = None
+
+    def open(self, device: torch.device, width: int, choices: int, numerics: Numerics) -> None:
+        """Open the window, all ranks at once; where it cannot be, `apart` says why."""
+        try:
+            self.window = open_window(self.group, device, self.max_rows, width, choices, numerics.dtype,
+                                      numerics.steady)
+        except Apart as why:
+            self.apart = str(why)
+            logger.info("rows travel by %s: %s", dist.get_backend(self.group), why)
 
 
 # ---- where experts are -------------------------------------------------------------------------------------
@@ -124,11 +146,12 @@ class Trip:
 
 
 @ops.op("exchange.dispatch", grad=False)
-def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: str | None, peers: Peers
-             ) -> tuple[Tensor, Tensor, Trip]:
+def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: str | None, peers: Peers,
+             rows: int | None = None) -> tuple[Tensor, Tensor, Trip]:
     """Rows that come here, their weights, and where they came from: (x_RD, weight_RJ, trip).
 
     slot_TJ: physical slots, -1 for none; `slots` of them are on each rank. fmt: x is rounded in this format.
+    rows: as many as any rank brings, where that is agreed. trip.slot_RJ: slots here of the rows that came.
     """
     assert x_TD.shape[0] <= peers.max_rows, f"{x_TD.shape[0]} rows, but a step has {peers.max_rows} at most"
     rank_K = torch.arange(peers.size, device=x_TD.device)
@@ -147,42 +170,35 @@ def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: 
 
 
 @ops.op("exchange.combine", grad=False)
-def combine(y_PD: Tensor, trip: Trip, each: bool, peers: Peers) -> tuple[Tensor, Tensor]:
-    """Answers of the pairs here go home: (rows, place), as moe.combine adds them up, place [T, ranks or J].
+def combine(y: Tensor, trip: Trip, each: bool, peers: Peers) -> tuple[Tensor, Tensor]:
+    """Answers go home: (rows, place), as moe.combine adds them up, place [T, ranks or J].
 
-    each: every answer travels by itself, and the places are in the router's order; otherwise one sum of each
-    row. What has no answer points to a last row of zeros.
+    y: an answer [R, D] for each row that came, or, with `each`, one for each of its choices, [R * J, D]: then
+    every answer travels by itself, and the places are in the router's order. What has no answer points to a
+    row of zeros.
     """
-    here_RJ, there_SJ = trip.slot_RJ >= 0, trip.slot_SJ >= 0
+    if not isinstance(trip, Trip):
+        raise ValueError("these rows came by another implementation of exchange.dispatch; choose the same")
     if each:
+        here_RJ, there_SJ = trip.slot_RJ >= 0, trip.slot_SJ >= 0
+        y = y[here_RJ.flatten()]
         back = [int(part.sum()) for part in here_RJ.split(trip.received)]
         home = [int(part.sum()) for part in there_SJ.split(trip.sent)]
         sent, choice = there_SJ.nonzero(as_tuple=True)
         token, width = trip.token_S[sent], there_SJ.shape[1]
     else:
-        y_PD = _ended(y_PD)[_numbered(here_RJ)].float().sum(dim=1).to(y_PD.dtype)
         back, home, token, width = trip.received, trip.sent, trip.token_S, peers.size
         choice = torch.repeat_interleave(torch.tensor(home, device=token.device))
-    rows = _swap(y_PD, back, home, peers)
+    rows = _swap(y, back, home, peers)
     place = torch.full((trip.tokens, width), len(rows), device=token.device)
     place[token, choice] = torch.arange(len(rows), device=token.device)
-    return _ended(rows), place
-
-
-def _numbered(mask_RJ: Tensor) -> Tensor:
-    """The number of each true element, counted row by row; for the others the number of all."""
-    total = mask_RJ.sum()
-    return torch.where(mask_RJ, mask_RJ.flatten().cumsum(0).view_as(mask_RJ) - 1, total)
-
-
-def _ended(rows: Tensor) -> Tensor:
-    """The rows, and one of zeros."""
-    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
+    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))), place
 
 
 def _parcel(parts: list[Tensor]) -> Tensor:
     """Tensors with a row for each of the same things as bytes side by side."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    whole = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return torch.cat([part.view(torch.uint8) for part in whole], dim=1)
 
 
 def _open(parcel: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -215,16 +231,20 @@ class Exchange:
 
     def dispatch(self, x_TD: Tensor, expert_TJ: Tensor, weight_TJ: Tensor
                  ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """The pairs of rows and experts here: (x [Pairs, D], slot [Pairs, 1], weight [Pairs, 1], trip)."""
-        slot_TJ = self.map.slots(expert_TJ, self.peers.rank)
-        x_RD, weight_RJ, trip = dispatch(x_TD, slot_TJ, weight_TJ, self.slots, self.fmt, self.peers)
-        row, choice = (trip.slot_RJ >= 0).nonzero(as_tuple=True)
-        slot = trip.slot_RJ[row, choice]
-        self.load += torch.bincount(slot, minlength=self.slots)
-        return x_RD[row], slot[:, None], weight_RJ[row, choice, None], trip
+        """Rows for the experts here, their slots (-1: none) and weights, [R, J], and what `combine` needs.
+
+        In steady numerics each choice is a row of its own, [R * J, 1].
+        """
+        slot_TJ, peers = self.map.slots(expert_TJ, self.peers.rank), self.peers
+        x, weight, trip = dispatch(x_TD, slot_TJ, weight_TJ, self.slots, self.fmt, peers, peers.rows)
+        slot = trip.slot_RJ
+        self.load.index_add_(0, slot.flatten().clamp(min=0), (slot >= 0).flatten().to(self.load.dtype))
+        if self.each:
+            x, slot, weight = x.repeat_interleave(slot.shape[1], 0), slot.view(-1, 1), weight.view(-1, 1)
+        return x, slot, weight, trip
 
     def combine(self, y: Tensor, trip: Any) -> tuple[Tensor, Tensor]:
-        """Answers of the pairs -> what came back to this rank's tokens: (rows, place_TK) for moe.combine."""
+        """Their answers -> what came back to this rank's tokens: (rows, place_TK) for moe.combine."""
         return combine(y, trip, self.each, self.peers)
 
 

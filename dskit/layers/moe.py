@@ -137,12 +137,11 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
             w2: Experts, limit: float, numerics: Numerics, part: tuple[int, int] | None = None) -> Tensor:
     """Sum of each token's experts and of the shared expert's answer, [T, D]. x_TD is rounded already.
 
-    part = (first, of how many): w13 and w2 hold only the experts from `first` on; the share of others is 0.
+    part = (first, of how many): w13 and w2 hold the experts from `first` on; others, and -1, say nothing.
     """
     if part is not None:
         local = topk_TJ - part[0]
-        held = (local >= 0) & (local < w13.experts)
-        topk_TJ, weight_TJ = local.where(held, 0), weight_TJ.where(held, 0)
+        topk_TJ = local.where((local >= 0) & (local < w13.experts), w13.experts)
     if x_TD.shape[0] == 1:  # a token alone: its rows are in slot order, and nothing is gained by sorting
         expert, place = topk_TJ[0], None
         rows, weight = x_TD.expand(topk_TJ.shape[1], -1), weight_TJ[0]
@@ -160,11 +159,17 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
 
 @ops.op("moe.each_expert")
 def each_expert(x_RK: Tensor, weight: Experts, expert_R: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each row through its expert; neighbours with the same expert go together -> [R, N] of `dtype`."""
+    """Each row through its expert; neighbours with the same expert go together -> [R, N] of `dtype`.
+
+    What belongs to none of them, the one behind the last, gets zeros.
+    """
     parts, start = [], 0
     for expert, run in itertools.groupby(expert_R.tolist()):
         stop = start + len(list(run))
-        parts.append(matmul(x_RK[start:stop], weight.dense(expert), dtype, weight.numerics.row_tile))
+        if expert == weight.experts:
+            parts.append(x_RK.new_zeros(stop - start, weight.out_features, dtype=dtype))
+        else:
+            parts.append(matmul(x_RK[start:stop], weight.dense(expert), dtype, weight.numerics.row_tile))
         start = stop
     return torch.cat(parts) if parts else x_RK.new_empty(0, weight.out_features, dtype=dtype)
 
@@ -215,9 +220,9 @@ class Exchange(Protocol):
 
     def dispatch(self, x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor
                  ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Rows for the experts here: (x_PD, slot [P, 1], weight [P, 1], what `combine` needs)."""
+        """Rows for the experts here: (x_RD, slot_RJ with -1 for none, weight_RJ, what `combine` needs)."""
 
-    def combine(self, y_PD: Tensor, trip: Any) -> tuple[Tensor, Tensor]:
+    def combine(self, y_RD: Tensor, trip: Any) -> tuple[Tensor, Tensor]:
         """What the experts of all ranks said of this rank's tokens: (y_RD, place [T, any number])."""
 
 
@@ -260,5 +265,5 @@ class MoE(nn.Module):
         if self.exchange is None:
             return experts(x, topk, weight, shared, *stacks, self.limit, self.numerics)
         rows, slot, weight, trip = self.exchange.dispatch(x, topk, weight)
-        y = experts(rows, slot, weight, None, *stacks, self.limit, self.numerics)
+        y = experts(rows, slot, weight, None, *stacks, self.limit, self.numerics, (0, len(self.gate.weight)))
         return combine(*self.exchange.combine(y, trip), shared, self.numerics.dtype)
