@@ -181,6 +181,8 @@ class KernelsArgs:
     """Stop after so many minutes; what is left is written as not measured."""
     seed: int = 0
     """Seed of the inputs."""
+    resume: Annotated[str | None, arg(metavar="FILE")] = None
+    """Measure only what this file of records lacks, and write its records beside the new ones."""
     out: Annotated[str | None, arg(metavar="FILE")] = None
     """Write the records here, one JSON object a line, the summary last."""
     result_dir: Folder = None

@@ -1,10 +1,10 @@
 """`dskit bench kernels`: every op at its released widths, beside its floor, its peers and torch.compile.
 
 Idea
-    The shapes are those of the case tables, so that what is timed is what is tested.  One process times all
-    calls in turn.  Before, many run everything once side by side, so that no compiler is waited for while
-    timing; and where nothing is timed (`--prove --no-time`), many compare side by side and that is all.
-    Each record is written as it comes; a summary closes the file.
+    The shapes are those of the case tables, so that what is timed is what is tested.  Many processes compile
+    and compare side by side; each in turn gets the GPU for itself to time what it has ready.  Where nothing
+    is timed (`--prove --no-time`), comparing is all.  Each record is written as it comes; a summary closes
+    the file, and `--resume` goes on where another file has ended.
 
 Shapes
     JSON lines: one object of schema `dskit.bench.kernel/1` per op and shape, then one summary.
@@ -40,7 +40,7 @@ from dskit.testing import Shape, all_cases
 
 Record = dict[str, Any]
 QUICK_ROWS = (128, 4096)  # measured first: a decode step and a prefill
-COMPARING = 20  # processes that compare side by side: each holds an oracle in float64
+BESIDE = 20  # processes that compile and compare side by side: each holds an oracle in float64
 NO_GPU = 3
 SETTINGS = ("quick", "compile", "check", "peer", "seed")
 INTERVAL = "one call in a CUDA graph, launches left out, every copy of the inputs cold in the L2"
@@ -50,19 +50,22 @@ def main(args: Any, command: str) -> int:
     """Measure what the flags ask for, or show a file of records (`--read`)."""
     if args.read:
         return show(records.read(args.read), args)
-    jobs = chosen(args)
+    jobs, kept = chosen(args), []
+    if args.resume:
+        kept = [record for record in records.read(args.resume) if records.timed(record, args.compile)]
+        jobs = [job for job in jobs if not any(records.same(job, record) for record in kept)]
     out = destination(args, command)
     found = []
     with open(out, "w") if out else open(os.devnull, "w") as file:
-        for record in measure(jobs, args):
+        for number, record in enumerate(measure(jobs, args, kept)):
             found.append(record)
             file.write(json.dumps(record) + "\n")
             file.flush()
-            if record["schema"] == worker.SCHEMA:
+            if record["schema"] == worker.SCHEMA and number >= len(kept):
                 print(records.line(record), flush=True)
     print("\n".join(records.closing(found[-1])))
     if args.prove and torch.cuda.is_available():
-        prove(found)
+        prove(found[len(kept):])
     bad = found[-1]["counts"]["wrong"] + found[-1]["counts"]["failed"]
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured; floors are the H200's")
@@ -151,20 +154,20 @@ def destination(args: Any, command: str) -> Path | None:
 
 # ---- measuring ---------------------------------------------------------------------------------------------
 
-def measure(jobs: list[Record], args: Any) -> Iterator[Record]:
-    """Records of all jobs as they come, then the summary."""
+def measure(jobs: list[Record], args: Any, kept: Sequence[Record] = ()) -> Iterator[Record]:
+    """The records that are kept, those of all jobs as they come, then the summary."""
     end = time.monotonic() + 60 * (args.minutes or (5.5 if args.quick else 1e9))
     options = worker.Options(seed=args.seed, check=args.check, time=args.time,
                              compile=args.compile and args.time, peer=args.peer if args.time else "none",
                              mode=None if args.quick else "max-autotune-no-cudagraphs",
                              replays=7 if args.quick else 20, constants=args.machine,
                              every_edge=not args.quick)
-    if torch.cuda.is_available() and options.time:
+    yield from kept
+    found, crowded = list(kept), []
+    if torch.cuda.is_available():
         until = time.monotonic() + min(900, 0.4 * (end - time.monotonic()))
         options = replace(options, ready=warm_up(jobs, options, until))
-    found, crowded = [], []
-    if torch.cuda.is_available() and not options.time:
-        for job, record in answers(jobs, options, min(COMPARING, pool.cores()), end):
+        for job, record in answers(jobs, options, min(BESIDE, pool.cores()), end):
             if out_of_memory(record):
                 crowded.append(job)
                 continue
@@ -186,7 +189,7 @@ def answers(jobs: list[Record], options: worker.Options, count: int, end: float
 
 def out_of_memory(record: Record) -> bool:
     """Whether a call had no room, beside others or by itself."""
-    said = record["reason"], (record["check"] or {}).get("figure")
+    said = record["reason"], record["compile_reason"], (record["check"] or {}).get("figure")
     return any("OutOfMemoryError" in (text or "") for text in said)
 
 
@@ -200,28 +203,20 @@ def launch() -> float | None:
 
 
 def warm_up(jobs: list[Record], options: worker.Options, end: float) -> dict[str, str | None]:
-    """Run everything once, as many calls at a time as there are cores; what has run, and why others failed.
-
-    Libraries come first at two shapes of each op, since some of them compile for a minute.
-    """
-    own, early = [job | {"turn": "own"} for job in jobs], libraries(jobs)
-    turns = [*early, *own, *(job for job in libraries(jobs, len(jobs)) if job not in early)]
-    print(f"bench: compiling for {len(jobs)} calls, {pool.cores()} at a time", file=sys.stderr, flush=True)
+    """Run the libraries that compile, at two shapes of each op; what has run, and why others failed."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for job in jobs:
+        seen[job["op"]] += 1
+        turns += [job] if seen[job["op"]] <= 2 and worker.libraries(job["op"], options.peer) else []
+    if not turns:
+        return {}
+    print(f"bench: compiling peers for {len(turns)} calls", file=sys.stderr, flush=True)
     ready: dict[str, str | None] = {}
     for _, answer in pool.work(turns, replace(options, work="warm"), pool.cores(), end):
         for who, why in {} if isinstance(answer, pool.Lost) else answer.items():
             ready[who] = why and ready.get(who, why)  # a peer that ran at one shape is ready
     return ready
-
-
-def libraries(jobs: list[Record], most: int = 2) -> list[Record]:
-    """The jobs that run an op's peers once, at so many of its shapes at most."""
-    seen: Counter[str] = Counter()
-    turns = []
-    for job in jobs:
-        seen[job["op"]] += 1
-        turns += [job | {"turn": "public"}] if seen[job["op"]] <= most else []
-    return turns
 
 
 def unmeasured(job: Record, options: worker.Options, lost: pool.Lost) -> Record:

@@ -63,11 +63,16 @@ class Peer:
         absent = [name for name in self.packages if importlib.util.find_spec(MODULES[name]) is None]
         return f"{', '.join(absent)} is not installed" if absent else None
 
+    @property
+    def compiles(self) -> bool:
+        """Whether its first call may compile for a minute."""
+        return self.packages != ("torch",)
+
     def header(self, ready: dict[str, str | None] | None = None) -> dict[str, Any]:
         """Its part of a record, nothing measured yet; `ready`: why those that ran before may not be timed."""
         reason = self.missing()
         versions = None if reason else ", ".join(importlib.metadata.version(name) for name in self.packages)
-        if reason is None and ready is not None:
+        if reason is None and ready is not None and self.compiles:
             reason = ready.get(f"{self.op} {self.name}", "its first call did not end while there was time")
         return {"name": self.name, "version": versions, "note": self.note, "status": "not_measured",
                 "reason": reason, "us": None, "graph": None, "rel_rms": None}

@@ -46,6 +46,16 @@ def value(record: Record, key: str) -> float | None:
     return record["us"]["median"] if key == "us" else record.get(key)
 
 
+def timed(record: Record, compiled: bool) -> bool:
+    """Whether a record holds all that is to be known of its call: its time, and that of the compiler."""
+    return record["status"] == "ok" and (record["compile_us"] is not None or not compiled)
+
+
+def same(one: Record, other: Record) -> bool:
+    """Whether two are of the same op at the same shape."""
+    return (one["op"], one["shape"]) == (other["op"], other["shape"])
+
+
 def slug(text: str) -> str:
     """A name as part of a folder's name."""
     return "-".join(re.findall(r"[a-z0-9]+", text.lower())[-2:])

@@ -28,7 +28,8 @@ import statistics
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,9 +132,11 @@ class Device:
         torch.cuda.synchronize()
         return graph
 
-    def prepare(self, calls: list[Call]) -> Timed:
-        """Warm up, guess the time from a short graph, and capture one that is long enough to be timed."""
-        guess = self.warm_up(calls)
+    def prepare(self, calls: list[Call], guess: float | None = None) -> Timed:
+        """Warm up unless that has given a guess, guess the time from a short graph, and capture one that is
+        long enough to be timed.
+        """
+        guess = guess or self.warm_up(calls)
         try:
             short = self.capture(calls, 4)
             guess = min(self.between(short.replay) for _ in range(3)) / 4
@@ -154,25 +157,43 @@ class Race:
     """Contenders on one ring of copies of the same arguments; who fails is left out, with the reason."""
 
     def __init__(self, args: tuple, working_set: int, device: Device):
-        self.device, self.contenders, self.failed = device, {}, {}
+        self.device, self.warm, self.contenders, self.failed = device, {}, {}, {}
         copies = ring_size(working_set, MOST_CALLS, device.cache)
         self.ring = [copy.deepcopy(args) for _ in range(copies)]
 
     def enter(self, name: str, prepare: Callable[..., Call],
               look: Callable[[Any], None] | None = None) -> None:
-        """Prepare a contender: `prepare` of each copy gives a call; `look` sees what the first returns."""
-        try:
+        """Call a contender until nothing is left to compile: `prepare` of each copy gives a call; `look` sees
+        what the first returns.
+        """
+        with self.without(name):
             calls = [prepare(*args) for args in self.ring]
             if look:
                 look(calls[0]())
-            self.contenders[name] = self.device.prepare(calls)
+            self.warm[name] = calls, self.device.warm_up(calls)
+
+    def capture(self) -> None:
+        """Make those who entered ready to be sampled: from here on the GPU has to be theirs alone."""
+        for name, entered in self.warm.items():
+            with self.without(name):
+                self.contenders[name] = self.device.prepare(*entered)
+        self.warm.clear()
+
+    @contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """Leave a contender out that raises inside, unless it has taken the context along."""
+        try:
+            yield
         except Exception as error:
             if not alive():
                 raise
             self.failed[name] = said(error)
 
     def run(self, replays: int) -> tuple[dict, dict, bool]:
-        """Sample all: the card's state before and after, and whether its clock moved in a second try too."""
+        """Capture and sample all: the card's state before and after, and whether its clock moved in a second
+        try too.
+        """
+        self.capture()
         for _ in range(2):
             for timed in self.contenders.values():
                 timed.rounds.clear()

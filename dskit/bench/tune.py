@@ -206,6 +206,7 @@ def measured(cases: Cases, function: Callable, args: tuple) -> Record:
         race = timing.Race(args, nbytes, device())
         for i, config in enumerate(configs):
             race.enter(str(i), worker.calling(under(best | {name: config}, function)), look)
+        race.capture()
         timing.interleave(race.contenders, REPLAYS)
         us = {int(i): statistics.median(timed.samples) for i, timed in race.contenders.items()}
         failed += [f"{name} {configs[int(i)]}: {reason}" for i, reason in race.failed.items()]

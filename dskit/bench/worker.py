@@ -2,12 +2,14 @@
 
 Idea
     `pool.py` starts it, hands it a call at a time and starts another one after the call that killed it.  Its
-    work is one of three: `measure` a call; `warm` a call, which only runs everything once, so that what
-    compiles on first use is in the caches on disk; or what `tune.py` does with a call.
+    work is one of three: `measure` a call; `warm` a call, which only runs its peers once, so that what they
+    compile on first use is in the caches on disk; or what `tune.py` does with a call.  A call that is to be
+    timed is compiled and compared first, beside those of other processes; then it waits for the GPU.
 
 Shapes
     stdin: the options, then a job a line, {"op", "shape"} and what the work adds; stdout: one line of JSON
-    for each, a record, with `warm` the names of what has run.
+    for each, a record, with `warm` the names of what has run.  `null` says that all but the timing is done,
+    which a further line of stdin begins.
 
 Units
     Microseconds; `cpu_check_s` are seconds of the interpreter and no figure of a GPU.
@@ -21,6 +23,7 @@ Source
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -66,7 +69,7 @@ class Options:
     replays: int = 20
     constants: str | None = None
     work: str = "measure"  # or "warm", "tune"
-    ready: dict[str, str | None] | None = None  # what ran while compiling, or why not; None: nobody compiled
+    ready: dict[str, str | None] | None = None  # peers that ran once, or why not; None: nobody tried
     every_edge: bool = True
 
 
@@ -80,35 +83,54 @@ def main() -> int:
     options = Options(**json.loads(sys.stdin.readline()))
     work = {"measure": run, "warm": warm, "tune": tune.run}[options.work]
     ops.load_all()
-    for line in sys.stdin:
-        print(json.dumps(work(json.loads(line), options)), file=out, flush=True)
+    while line := sys.stdin.readline():
+        answer = work(json.loads(line), options)
+        if callable(answer):
+            print("null", file=out, flush=True)
+            sys.stdin.readline()
+            answer = answer()
+        print(json.dumps(answer), file=out, flush=True)
+        del answer
         gc.collect()
         if torch.cuda.is_available() and not timing.alive():
             os._exit(LOST)  # an orderly end would hang in the lost context
     return 0
 
 
-def run(job: Record, options: Options) -> Record:
-    """The record of one call; whatever goes wrong is its reason."""
+def run(job: Record, options: Options) -> Record | Callable[[], Record]:
+    """The record of one call, or what gives it when the GPU is free of others."""
     name, shape = job["op"], job["shape"]
     cases = all_cases()[name]
-    record = blank(cases, shape, options)
+    record, race = blank(cases, shape, options), None
+    with reasons(record):
+        implementation = ops.find(name).implementation("triton")
+        if torch.cuda.is_available():
+            race = on_gpu(cases, shape, implementation, options, record)
+        else:
+            record["reason"] = "no CUDA device"
+            if options.check:
+                record |= interpreted(name, options.seed, options.every_edge)
+
+    def timed() -> Record:
+        with reasons(record):
+            fill(record, race, options.replays)
+        return record
+
+    return timed if race else record
+
+
+@contextlib.contextmanager
+def reasons(record: Record) -> Iterator[None]:
+    """Whatever goes wrong inside is the record's reason; no reference in there is made of kernels."""
     try:
-        with torch.no_grad(), ops.use("torch"):  # a reference must not be made of kernels
-            implementation = ops.find(name).implementation("triton")
-            if torch.cuda.is_available():
-                on_gpu(cases, shape, implementation, options, record)
-            else:
-                record["reason"] = "no CUDA device"
-                if options.check:
-                    record |= interpreted(name, options.seed, options.every_edge)
+        with torch.no_grad(), ops.use("torch"):
+            yield
     except ops.UnknownImplementation:
         record["reason"] = "this op has no Triton kernel"
     except ops.Unsupported as error:
         record["reason"] = str(error)
     except Exception as error:
         record |= {"status": "failed", "reason": timing.said(error)}
-    return record
 
 
 def blank(cases: Cases, shape: Shape, options: Options) -> Record:
@@ -189,19 +211,18 @@ def interpreted(name: str, seed: int, every_edge: bool) -> Record:
 # ---- how fast ----------------------------------------------------------------------------------------------
 
 def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, options: Options,
-           record: Record) -> None:
-    """Fill the record: check, then time kernel, peers, eager and compiled reference in turn."""
+           record: Record) -> timing.Race | None:
+    """Compare a kernel with what is right, and let it enter a race with its peers and with the reference,
+    eager and compiled; None where there is nothing to time.
+    """
     args = made(cases, shape, options)
     record["dtype"] = "+".join(dict.fromkeys(NAMES.get(t.dtype, str(t.dtype)[6:]) for t in tensors(args)))
     record["reason"] = implementation.why_not(args, {})
     if record["reason"]:
-        return
+        return None
     asked = peers.of(cases.op, options.peer)
     record["peers"] = [peer.header(options.ready) for peer in asked]
     runners = own(cases.op, implementation, options)
-    if options.compile and (reason := unready(options.ready, ran(cases.op, "compile", shape))):
-        del runners["compile"]
-        record["compile_reason"] = reason
     runners |= {peer.name: peer.prepare for peer, header in zip(asked, record["peers"], strict=True)
                 if not header["reason"]}
     results = outputs(implementation.function(*copy.deepcopy(args)))
@@ -211,17 +232,14 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
     if not options.time:
         wrong = record["check"] and record["check"]["passed"] is False
         record |= {"status": "wrong", "reason": record["check"]["figure"]} if wrong else {"reason": NOT_TIMED}
-        return
+        return None
     race = timing.Race(args, sum(t.nbytes for t in (*tensors(args), *results)), device())
     del results
     looks = {peer.name: look(peer, oracle, header)
              for peer, header in zip(asked, record["peers"], strict=True) if peer.compare and oracle}
     for name, prepare in runners.items():
         race.enter(name, prepare, looks.get(name))
-    if "kernel" in race.failed:
-        record |= {"status": "failed", "reason": race.failed["kernel"]}
-    else:
-        fill(record, race, *race.run(options.replays), options.replays)
+    return race
 
 
 def made(cases: Cases, shape: Shape, options: Options) -> tuple:
@@ -292,37 +310,20 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def warm(job: Record, options: Options) -> dict[str, str | None]:
-    """Run a job's kernel and references once, or its peers, as its `turn` says: why each failed, or None."""
-    name, shape = job["op"], job["shape"]
+    """Run the libraries that compile once: why each failed, or None."""
+    name = job["op"]
     try:
-        implementation = ops.find(name).implementation("triton")
-        args = made(all_cases()[name], shape, options)
-        refused = implementation.why_not(args, {})
+        args = made(all_cases()[name], job["shape"], options)
     except Exception as error:
-        refused = timing.said(error)
-    if refused:
-        print(f"{name}: {refused}", file=sys.stderr)
+        print(f"{name}: {timing.said(error)}", file=sys.stderr)
         return {}
-    turn = TURNS[job["turn"]](name, implementation, options)
-    return {ran(name, who, shape): once(f"{name}, {who}", prepare, args) for who, prepare in turn.items()}
+    return {f"{name} {peer.name}": once(f"{name}, {peer.name}", peer.prepare, args)
+            for peer in libraries(name, options.peer)}
 
 
-def ran(name: str, who: str, shape: Shape) -> str:
-    """How one who has run is listed: a peer by its op, torch.compile by the shape too."""
-    return f"{name} {who} {json.dumps(shape)}" if who == "compile" else f"{name} {who}"
-
-
-def public(name: str, implementation: ops.Implementation, options: Options) -> dict[str, Callable]:
-    """The peers that are installed."""
-    return {peer.name: peer.prepare for peer in peers.of(name, options.peer) if not peer.missing()}
-
-
-TURNS = {"own": own, "public": public}
-
-
-def unready(ready: dict[str, str | None] | None, who: str) -> str | None:
-    """Why a contender that was to be compiled before is not to be timed, or None."""
-    return None if ready is None else ready.get(who, "it did not end while there was time to compile")
+def libraries(name: str, choice: str) -> list[peers.Peer]:
+    """An op's peers that are installed and compile on their first call."""
+    return [peer for peer in peers.of(name, choice) if peer.compiles and not peer.missing()]
 
 
 def once(what: str, prepare: Callable, args: tuple) -> str | None:
@@ -343,9 +344,12 @@ def device() -> timing.Device:
     return timing.Device()
 
 
-def fill(record: Record, race: timing.Race, before: dict, after: dict, clock_moved: bool,
-         replays: int) -> None:
-    """Times, rates and ratios; a wrong kernel gets its time and no ratio."""
+def fill(record: Record, race: timing.Race, replays: int) -> None:
+    """Run the race for times, rates and ratios; a wrong kernel gets its time and no ratio."""
+    before, after, clock_moved = race.run(replays)
+    if "kernel" in race.failed:
+        record |= {"status": "failed", "reason": race.failed["kernel"]}
+        return
     ours = race.contenders["kernel"]
     us = timing.spread(ours.samples)
     record |= {"status": "ok", "us": us, "cold_l2": True, "graph": ours.graph, "reps": len(ours.samples),

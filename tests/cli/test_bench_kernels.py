@@ -153,43 +153,85 @@ def test_a_call_that_breaks_its_process_costs_its_own_record_alone(monkeypatch):
         assert record["status"] == status and record["reason"] == "why"
 
 
-WARM = """
-import json, sys, time
-assert json.loads(sys.stdin.readline())["work"] == "warm"
-for job in map(json.loads, sys.stdin):
-    if job["op"] == "slow" and job["turn"] == "public": time.sleep(60)
-    print(json.dumps({f"{job['op']} {job['turn']}": None}), flush=True)
+TIMED = """
+import json, os, sys, time
+json.loads(sys.stdin.readline())
+while line := sys.stdin.readline():
+    print("null", flush=True)
+    assert json.loads(sys.stdin.readline()) == "go"
+    if json.loads(line) == "crash": os._exit(9)
+    if json.loads(line) == "lost": os._exit(75)
+    began, ticks = time.monotonic(), [time.monotonic()]
+    while time.monotonic() < began + 0.1:
+        ticks.append(time.monotonic())
+    print(json.dumps(ticks), flush=True)
 """
 
 
-def test_peers_that_did_not_run_while_compiling_are_not_waited_for_later(monkeypatch):
-    monkeypatch.setattr(pool, "start", lambda: subprocess.Popen([sys.executable, "-c", WARM], **PIPES))
-    monkeypatch.setattr(pool, "cores", lambda: 4)
-    jobs = [{"op": op, "shape": {"rows": rows}} for rows in (1, 2) for op in ("quick", "slow")]
-    ready = kernels.warm_up(jobs, worker.Options(), time.monotonic() + 3)
-    assert ready == dict.fromkeys(("quick public", "quick own", "slow own"))
-    (peer,) = peers.of("dspark.markov")
-    name = f"dspark.markov {peer.name}"
-    assert peer.header()["reason"] is None and peer.header({name: None})["reason"] is None
-    assert peer.header({name: "TypeError: no"})["reason"] == "TypeError: no"
-    assert "while there was time" in peer.header(ready)["reason"]
-    assert worker.unready({}, "compile") and not worker.unready(None, "compile")
+def test_those_who_are_timed_have_the_machine_in_turns_while_all_others_stand_still(monkeypatch):
+    monkeypatch.setattr(pool, "start", lambda: subprocess.Popen([sys.executable, "-c", TIMED], **PIPES))
+    found = list(pool.work(["a", "crash", "b", "lost", "c"], worker.Options(), 3, time.monotonic() + 60))
+    told = {job: answer for job, answer in found}
+    assert told["crash"] == pool.Lost("the worker ended with exit code 9")
+    assert told["lost"] == pool.Lost("the worker lost the GPU while it was timed")
+    spans = sorted((told[name][0], told[name][-1]) for name in "abc")
+    assert all(first[1] < second[0] for first, second in itertools.pairwise(spans))
 
 
-def test_warming_up_runs_everything_once(monkeypatch):
+def test_a_process_that_is_not_being_timed_is_stopped(monkeypatch):
+    script = "import time\nwhile True: print(time.monotonic(), flush=True); time.sleep(0.005)"
+    monkeypatch.setattr(pool, "start", lambda: subprocess.Popen([sys.executable, "-c", script], **PIPES))
+    busy, timed = pool.Process(worker.Options()), pool.Process(worker.Options())
+    busy.tell("begin")
+    assert busy.lines.get(timeout=20)
+    with pool.Turn([busy, timed]).of(timed):
+        began = time.monotonic()
+        time.sleep(0.2)
+        ended = time.monotonic()
+    while (tick := busy.lines.get(timeout=20)) < ended:
+        assert tick < began
+    busy.stop()
+
+
+def test_peers_that_did_not_compile_in_time_are_not_waited_for_later(monkeypatch):
     monkeypatch.setattr(worker, "device", Stopwatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    ran = []
-    kernel = ops.Implementation("triton", lambda *args: ran.append("kernel"))
-    monkeypatch.setattr(ops.Op, "implementation", lambda self, name: kernel)
-    bad = peers.Peer("norm.rms", ("torch",), "bad", lambda *args: 1 / 0)
-    good = peers.Peer("norm.rms", ("torch",), "good", lambda *args: lambda: ran.append("peer"))
-    monkeypatch.setattr(peers, "PEERS", [bad, good])
-    job, options = {"op": "norm.rms", "shape": {"rows": 2, "width": 32}}, worker.Options(compile=False)
-    assert worker.warm(job | {"turn": "own"}, options) == {"norm.rms kernel": None, "norm.rms eager": None}
-    assert worker.warm(job | {"turn": "public"}, options) == {
-        "norm.rms torch: bad": "ZeroDivisionError: division by zero", "norm.rms torch: good": None}
-    assert ran == ["kernel", "peer"]
+    monkeypatch.setitem(peers.MODULES, "pytest", "pytest")
+    bad = peers.Peer("norm.rms", ("pytest",), "bad", lambda *args: 1 / 0)
+    good = peers.Peer("norm.rms", ("pytest",), "good", lambda *args: lambda: None)
+    plain = peers.Peer("norm.rms", ("torch",), "plain", lambda *args: lambda: None)
+    monkeypatch.setattr(peers, "PEERS", [bad, good, plain])
+    job = {"op": "norm.rms", "shape": {"rows": 2, "width": 32}}
+    ready = worker.warm(job, worker.Options())
+    assert ready == {"norm.rms pytest: bad": "ZeroDivisionError: division by zero",
+                     "norm.rms pytest: good": None}
+    assert bad.header(ready)["reason"].startswith("Zero") and bad.header()["reason"] is None
+    assert good.header(ready)["reason"] is None and plain.header({})["reason"] is None
+    assert "while there was time" in good.header({})["reason"]
+    asked = []
+    monkeypatch.setattr(pool, "work", lambda jobs, *_: [asked.append(len(jobs)) or (jobs[0], ready)])
+    assert kernels.warm_up([job] * 5, worker.Options(), 0) == ready and asked == [2]
+    assert kernels.warm_up([job] * 5, worker.Options(peer="none"), 0) == {} and asked == [2]
+
+
+def test_a_run_is_resumed_where_it_ended(monkeypatch, tmp_path, capsys):
+    jobs = kernels.chosen(KernelsArgs(op="norm.rms", rows="1,128"))
+    done, slow = measured(shape=jobs[0]["shape"]), measured(shape=jobs[1]["shape"], compile_us=None)
+    (tmp_path / "old").write_text("".join(json.dumps(one) + "\n" for one in (done, slow)))
+    asked = []
+
+    def work(todo, *_):
+        asked.extend(todo)
+        return [(job, measured(shape=job["shape"])) for job in todo]
+
+    monkeypatch.setattr(pool, "work", work)
+    command = ["bench", "kernels", "--op", "norm.rms", "--rows", "1,128", "--allow-no-gpu", "--resume",
+               str(tmp_path / "old"), "--out", str(tmp_path / "old")]
+    assert cli.main(command) == 0
+    assert jobs[0] not in asked and len(asked) == len(jobs) - 1
+    now = records.read(tmp_path / "old")
+    assert len(now) == len(jobs) and now[0] == done and all(records.timed(one, True) for one in now)
+    assert len(capsys.readouterr().out.split(" us (")) == len(jobs)  # what was there is not told again
 
 
 # ---- floors and timing -------------------------------------------------------------------------------------
@@ -265,7 +307,9 @@ def race(monkeypatch, function, **options) -> dict:
     given = worker.Options(compile=False, replays=3, **options)
     record = worker.blank(cases, shape, given)
     with torch.no_grad(), ops.use("torch"):
-        worker.on_gpu(cases, shape, ops.Implementation("triton", function), given, record)
+        entered = worker.on_gpu(cases, shape, ops.Implementation("triton", function), given, record)
+        if entered:
+            worker.fill(record, entered, given.replays)
     return record
 
 
