@@ -11,7 +11,8 @@ Authority, highest first: `pin` (one module) > `use` > `--kernels` > `DSKIT_USE`
 An explicit choice that cannot be met raises. A group's choice reaches the ops that have the implementation,
 and names those that have not. Only `auto` falls back, and records why; it never takes an interpreted kernel,
 nor one that no run on this kind of GPU has proven (`dskit bench kernels --prove`), and inside torch.compile
-it takes the reference, which the compiler fuses by itself.
+it takes the reference, which the compiler fuses by itself. An op that is not `traced`, since its loop depends
+on values and the compiler would make a program for each of them, is called in there as it is.
 
 State: one selection for the process, seen by every thread. A step holds it (`step`), and a choice made
 meanwhile waits for the step's end. A check (`when`) is asked once per shape class: the dtypes and sizes of
@@ -129,8 +130,8 @@ def _shape_class(args: tuple, kwargs: dict[str, Any]) -> tuple:
 class Op:
     """A named operation; calling it runs the implementation selected now."""
 
-    def __init__(self, name: str, group: str, reference: Implementation):
-        self.name, self.group = name, group
+    def __init__(self, name: str, group: str, reference: Implementation, traced: bool = True):
+        self.name, self.group, self.traced = name, group, traced
         self.__doc__, self.__wrapped__ = reference.function.__doc__, reference.function
         self.implementations = {"torch": reference}
         self.selected: dict[str, tuple[str, str]] = {}  # phase -> implementation, decided by
@@ -181,8 +182,7 @@ class Op:
         if name == "triton" and name not in self.implementations:
             self._import_kernels()
         if name == "compile" and name not in self.implementations:
-            compiled = torch.compile(self.reference, dynamic=None)
-            self.implementations[name] = Implementation(name, compiled, grad=True)
+            self.implementations[name] = Implementation(name, compiled(self, dynamic=None), grad=True)
         if name not in self.implementations:
             have = ", ".join(dict.fromkeys([*self.implementations, "compile"]))
             raise UnknownImplementation(f"op {self.name} has no implementation {name!r}; it has: {have}")
@@ -202,6 +202,8 @@ class Op:
         known = self.implementations.get(self.choice)
         self._ready = known if known and known.unconditional else None
         self._traced = known.function if known and known.name != "compile" else self.reference
+        if _state.compiles and not self.traced and self._traced is self.reference:
+            self._traced = torch.compiler.disable(self.reference)
         self._decided = self._decisions.setdefault(self.choice, {})
 
     def forget(self) -> None:
@@ -275,6 +277,15 @@ class Op:
                 f"use({self.group}='torch') or use({self.group}='auto')")
 
 
+def compiled(o: Op, **how: Any) -> Callable:
+    """torch.compile of an op's reference."""
+    if not _state.compiles:
+        _state.compiles = True
+        for each in _ops.values():
+            each.bind()
+    return torch.compile(o.reference, **how)
+
+
 def not_here(name: str) -> str | None:
     """Why this machine, as this process was started, cannot run an implementation at all; None: it may."""
     if name != "triton" or torch.cuda.is_available() or interpreting():
@@ -307,11 +318,15 @@ def interpreting() -> bool:
 _ops: dict[str, Op] = {}
 
 
-def op(name: str, *, group: str | None = None, grad: bool = True) -> Callable[[Callable], Op]:
-    """Define an op by its reference function; the op takes the function's place in the layer file."""
+def op(name: str, *, group: str | None = None, grad: bool = True,
+       traced: bool = True) -> Callable[[Callable], Op]:
+    """Define an op by its reference function; the op takes the function's place in the layer file.
+
+    traced: whether torch.compile may look into the reference where another op calls it.
+    """
 
     def register(function: Callable) -> Op:
-        new = Op(name, group or name.split(".")[0], Implementation("torch", function, grad=grad))
+        new = Op(name, group or name.split(".")[0], Implementation("torch", function, grad=grad), traced)
         _ops[name] = new
         _apply([new])
         return new
@@ -407,6 +422,7 @@ class _State:
     ranging: list[Callable[[str], AbstractContextManager]] = field(default_factory=list)  # those in force
     watchers: tuple[Callable, ...] = ()
     revision: int = 0
+    compiles: bool = False  # torch.compile, whose import takes seconds, has been asked for
     checked: bool = False  # the words of DSKIT_USE have been
     turn: Any = field(default_factory=threading.RLock)  # held by a step, and by whoever changes a choice
     phased: list[Op] = field(default_factory=list)  # ops whose choice differs between phases

@@ -33,6 +33,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ from dskit.testing import Cases, Maker, Shape, all_cases, judge, outputs, relati
 
 SCHEMA = "dskit.bench.kernel/1"
 LOST = 75
+COMPILE_S = 60  # of the processor, for torch.compile of one call
 WAITS = (2, 5, 10, 20)  # seconds until another try when memory is full
 NOT_TIMED = "compared with the reference only (--no-time)"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.uint8: "u8",
@@ -238,7 +240,8 @@ def on_gpu(cases: Cases, shape: Shape, implementation: ops.Implementation, optio
     looks = {peer.name: look(peer, oracle, header)
              for peer, header in zip(asked, record["peers"], strict=True) if peer.compare and oracle}
     for name, prepare in runners.items():
-        race.enter(name, prepare, looks.get(name))
+        with limit(COMPILE_S) if name == "compile" else contextlib.nullcontext():
+            race.enter(name, prepare, looks.get(name))
     return race
 
 
@@ -294,7 +297,23 @@ def calling(function: Callable) -> Callable[..., timing.Call]:
 def compiled(name: str, mode: str | None) -> Callable:
     """torch.compile of the reference for fixed shapes; each shape compiles once."""
     torch._dynamo.config.recompile_limit = 1 << 10
-    return torch.compile(ops.find(name).reference, dynamic=False, mode=mode)
+    return ops.compiled(ops.find(name), dynamic=False, mode=mode)
+
+
+@contextlib.contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside after so many seconds of the processor; a stopped process spends none."""
+
+    def over(number: int, frame: Any) -> None:
+        raise TimeoutError(f"not compiled within {seconds} s of the processor")
+
+    before = signal.signal(signal.SIGPROF, over)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -157,7 +157,7 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     return combine(each_expert(hidden, w2, expert, numerics.dtype), place, shared_TD, numerics.dtype)
 
 
-@ops.op("moe.each_expert")
+@ops.op("moe.each_expert", traced=False)
 def each_expert(x_RK: Tensor, weight: Experts, expert_R: Tensor, dtype: torch.dtype) -> Tensor:
     """Each row through its expert; neighbours with the same expert go together -> [R, N] of `dtype`.
 
