@@ -4,6 +4,9 @@ Idea: the runner lays out a decode step of so many requests, whose caches a prom
 brings a whole prompt. The model runs it once; what each layer is handed then is kept, and that layer alone
 is called with it again: by the kernels that a user gets, by the formulas, and by the compiler.
 
+Compiled, each op of the layer is one program, but for the loop over the experts that tokens chose, which no
+compiler can know; its products are programs again.
+
 On a GPU the calls are captured in a CUDA graph and the L2 is emptied before each replay; one that cannot be
 captured, as the formulas that ask the GPU for counts, is timed call by call, its launches included.
 
@@ -162,6 +165,9 @@ def _times(call: Callable[[], Any], phase: str, clock: Device | Host, compiled: 
     def under(way: str | None) -> None:
         with ops.use(way) if way else contextlib.nullcontext(), ops.step(phase):
             call()
+
+    if compiled:
+        torch._dynamo.config.recompile_limit = 256  # the experts' products have as many shapes as rows
 
     for column, way in WAYS.items():
         if way == "compile" and not compiled:
