@@ -359,6 +359,21 @@ def test_compiled_code_sees_a_swap_and_the_way_back(fake):
     assert ops.find("fake.inner").calls == before, "what a compiler traced is not counted"
 
 
+def test_an_op_that_is_not_traced_runs_as_it_is_inside_compiled_code(fake, monkeypatch):
+    """Its loop would be another program for every list of values."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(ops.find("fake.inner"), "traced", False)
+    seen, graphs = [], []
+    ops.find("fake.inner").implementations["torch"].function = lambda x: seen.append(x.tolist()) or x + 1
+    run = ops.compiled(fake, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for i in range(3):
+        assert torch.equal(run(X + i), 3 * (X + i + 1))
+    assert seen == [(X + i).tolist() for i in range(3)] and len(graphs) == 1
+    with ops.use({"fake.inner": "doubled"}):  # another implementation is traced
+        assert torch.equal(run(X), 6 * (X + 1))
+    assert len(seen) == 3
+
+
 # ---- words -------------------------------------------------------------------------------------------------
 
 
