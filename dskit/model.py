@@ -14,7 +14,8 @@ one pass over the streams instead of four.
 
 A `Step` says which rows there are and where they meet the caches; the engine's runner makes it
 (engine/runner.py), training makes one for whole sequences (train/). Blocks hand two things on: the streams
-with what is still to be written to them, and what the source layers published (`mla.Global`).
+with what is still to be written to them, and what the source layers published (`mla.Global`). What looks at
+caches is called through `Step.meet`, and everything else knows no row but its own.
 
 Shapes: ids_T -> logits [rows, V] float32. Legend: layers/__init__.py.
 Errors: ConfigError when the config asks for what no layer can do.
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +46,11 @@ from dskit.layers.rope import frequencies
 from dskit.layers.swa import RingPlan
 
 
+def directly(work: Callable[..., Any], *args: Any) -> Any:
+    """Call something here and now."""
+    return work(*args)
+
+
 @dataclass
 class Step:
     """Everything that the rows of one forward pass need to know about themselves.
@@ -53,7 +60,8 @@ class Step:
     None; windows: (encoder layers, decoder layers) ring plans;
     groups and segments per ratio; tail: (kept rows, their Step) when decoder layers run on the end of a
     prompt only (bounded replay); whole: set for whole sequences without a cache (training); wanted: rows
-    whose logits are asked for.
+    whose logits are asked for; run, meet: how layers, and what in them meets the caches, are called, with
+    the step among their arguments.
     """
 
     ids: Tensor
@@ -69,6 +77,8 @@ class Step:
     whole: object | None = None
     wanted: Tensor | None = None
     split: int = 1 << 30
+    run: Callable[..., State] = directly
+    meet: Callable[..., Tensor | None] = directly
 
     def window(self, layer: int) -> RingPlan:
         """The ring plan of a layer: decoder layers may see less under bounded replay."""
@@ -184,16 +194,26 @@ class Model(nn.Module):
 
     def hidden(self, step: Step, memory: Memory) -> Tensor:
         """The collapsed streams after the last layer, normed, [rows, D]; writes the caches in `memory`."""
-        state, shared = self.streams(step.ids), Global()
+        state, shared, run, first = self.streams(step.ids), Global(), step.run, 0
         if self.config.num_hidden_layers not in memory.windows:
             state.taps = None
-        for block in self.layers:
-            state, step = block(state, step, memory, shared)
+        if step.tail is not None:
+            split = self.config.split
+            state = run(self.through, range(split), state, step, memory, shared)
+            state, step = self.layers[split](state, step, memory, shared)
+            first = split + 1
+        state = run(self.through, range(first, len(self.layers)), state, step, memory, shared)
         if state.taps is not None:
             self.absorb(state, step, memory)
         if step.wanted is not None:
             state = state.rows(step.wanted)
         return self.norm(self.collapse(state, self))
+
+    def through(self, layers: range, state: State, step: Step, memory: Memory, shared: Global) -> State:
+        """What some layers, none of which drops rows, make of a state."""
+        for layer in layers:
+            state, step = self.layers[layer](state, step, memory, shared)
+        return state
 
     def streams(self, ids: Tensor) -> State:
         """The embedding in every stream, of which the first sublayer reads stream 0."""
@@ -206,7 +226,7 @@ class Model(nn.Module):
         main = self.numerics.activation(main_projection(taps, self.mtp, self.numerics))
         for stage in self.mtp:
             ring, plan = memory.windows[stage.layer], step.window(stage.layer)
-            stage.attn.remember_(ring, main, step.rope[False], plan)
+            stage.attn.remember_(ring, stage.attn.wkv(main), step.rope[False], plan)
 
     def draft(self, step: Step, memory: Memory, shape: tuple[int, int], pick: Callable[[Tensor], Tensor]
               ) -> tuple[Tensor, Tensor, Tensor]:

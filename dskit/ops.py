@@ -676,6 +676,11 @@ def watch(see: Callable[[Op, tuple, dict[str, Any], Any], None]) -> Iterator[Non
 _pins: weakref.WeakSet[pin] = weakref.WeakSet()
 
 
+def pinned() -> bool:
+    """Whether a module has a choice of its own, which holds only while its `forward` runs."""
+    return bool(_pins)
+
+
 class pin:  # noqa: N801 - reads as a verb: dskit.pin(model, "layers.3.*", moe="torch")
     """Choose implementations for the modules whose name matches a glob, over every other choice.
 

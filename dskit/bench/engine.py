@@ -3,7 +3,8 @@
 Idea: the scheduler is timed without a model: requests come and go so that `--running` of them decode at any
 time, results are made up, and `plan` and `commit` of every decode step are clocked, text and all. On a GPU
 the model decodes for real, with and without CUDA graphs and overlap, and the trace says for how long nothing
-ran there: between two passes of the model, and in the gaps inside them. No draft guesses meanwhile.
+ran there: between two passes of the model, and in the gaps inside them. No draft guesses meanwhile. Prompts
+of a few lengths are timed likewise, one at a time.
 The n-gram tables are put wherever they can lie here, and the model decodes with each: how long its layers
 waited for rows, and how many rows a second come when many are asked for.
 With `--ep N` N ranks share the experts of the model and rebalance them once while they decode.
@@ -45,6 +46,7 @@ from dskit.engine.text import TextStream
 
 INTERVAL = "Scheduler.plan and Scheduler.commit of a decode step, detokenisation included; no model runs"
 REQUESTS = (1, 32, 128)  # that decode while the GPU's idle time is looked at
+PROMPTS = (32, 128, 512, 1900)  # tokens, likewise
 MARK = "spin_kernel"  # what torch.cuda._sleep runs
 NO_GPU = "no NVIDIA GPU here"
 PLACED = ("device", "host", "mmap")  # placements that one rank can have
@@ -65,7 +67,7 @@ def measure(args: Any) -> dict[str, Any]:
     report["blocks_ops_s"], report["tree_ops_s"] = blocks_ops_s(), tree_ops_s()
     reason = NO_GPU if not torch.cuda.is_available() else "left out by --device cpu"
     report["engram"] = engram_rows(args, torch.device(device))
-    report["idle"] = rows = idle_rows(args) if device != "cpu" else []
+    report["idle"], report["prompts"] = rows, _ = gpu_rows(args) if device != "cpu" else ([], [])
     report["idle_reason"] = None if rows else reason
     report["eplb"] = eplb_row(args) if args.expert_parallel_size > 1 else None
     report["idle_fraction"] = max((r["idle_fraction"] for r in rows if r["overlap"] and r["graphs"]),
@@ -253,12 +255,13 @@ def decode(llm: LLM, requests: int, seed: int, prompt: int) -> list:
     return handles
 
 
-# ---- the GPU between two steps ---------------------------------------------------------------------------
+# ---- the GPU between two kernels -------------------------------------------------------------------------
 
 
-def idle_rows(args: Any) -> list[dict[str, Any]]:
-    """Idle shares of decoding at several numbers of requests, with and without graphs and overlap."""
-    rows, settings = [], dict(max_num_seqs=max(REQUESTS), max_model_len=2048, speculate="off")
+def gpu_rows(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Idle shares with and without graphs: of decoding at several numbers of requests, of some prompts."""
+    rows, prompts = [], []
+    settings = dict(max_num_seqs=max(REQUESTS), max_model_len=2048, speculate="off")
     with LLM(args.model, args.device, args.numerics, args.seed, enforce_eager=False, **settings) as llm:
         runner, graphs = llm.engine.runner, llm.engine.runner.graphs
         for requests, captured, overlap in product(REQUESTS, (False, True), (False, True)):
@@ -267,7 +270,11 @@ def idle_rows(args: Any) -> list[dict[str, Any]]:
             llm.engine.cfg = replace(llm.engine.cfg, overlap=overlap)
             rows.append({"requests": requests, "graphs": captured, "overlap": overlap}
                         | idle_of(llm, requests, args.seed))
-    return rows
+        for tokens, captured in product(PROMPTS, (False, True)):
+            say(f"{llm.name}: a prompt of {tokens} tokens, {'graphs' if captured else 'eager'}")
+            runner.graphs = graphs if captured else None
+            prompts.append({"tokens": tokens, "graphs": captured} | prompt_of(llm, tokens, args.seed))
+    return rows, prompts
 
 
 def _how(requests: int, captured: bool, overlap: bool) -> str:
@@ -277,25 +284,45 @@ def _how(requests: int, captured: bool, overlap: bool) -> str:
 def idle_of(llm: LLM, requests: int, seed: int, steps: int = 30) -> dict[str, Any]:
     """Idle shares and milliseconds of so many decode steps, after some that warm up; timed untraced."""
     handles = decode(llm, requests, seed, prompt=256)
-    step_ms = _steps_ms(llm, steps)
-    with marked(llm), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        _steps_ms(llm, steps)
+    step_ms, shares = _looked_at(llm, llm.step, steps)
     for handle in handles:
         llm.abort(handle.request_id)
+    return shares | {"step_ms": step_ms}
+
+
+def prompt_of(llm: LLM, tokens: int, seed: int, count: int = 8) -> dict[str, float]:
+    """Milliseconds to the first token of random prompts of one length, and for how much nothing ran."""
+    rng, ids = random.Random(seed), range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+
+    def one() -> None:
+        handle = llm.submit(rng.choices(ids, k=tokens), once, start=False)
+        while not handle.finished:
+            llm.step()
+
+    one()  # captures graphs
+    ms, shares = _looked_at(llm, one, count)
+    return {"ms": ms, "idle_fraction": sum(shares.values())}
+
+
+def _looked_at(llm: LLM, work: Callable[[], Any], times: int) -> tuple[float, dict[str, float]]:
+    """(milliseconds of `work`, idle shares while it is done as often again under a trace)."""
+    ms = _each_ms(work, times)
+    with marked(llm), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        _each_ms(work, times)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         prof.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return idle_shares(events) | {"step_ms": step_ms}
+        return ms, idle_shares(json.loads(path.read_text())["traceEvents"])
 
 
-def _steps_ms(llm: LLM, steps: int) -> float:
+def _each_ms(work: Callable[[], Any], times: int) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(steps):
-        llm.step()
+    for _ in range(times):
+        work()
     torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begin) / steps
+    return 1e3 * (time.perf_counter() - begin) / times
 
 
 @contextmanager
@@ -378,6 +405,9 @@ def show(report: dict[str, Any]) -> None:
         idle = f"GPU idle {row['idle_fraction']:.1%} between steps, {row['gap_fraction']:.1%} inside"
         name = _how(row["requests"], row["graphs"], row["overlap"])
         table.add_row(name, f"{idle}, of {row['step_ms']:.2f} ms")
+    for row in report["prompts"]:
+        name = f"prompt of {row['tokens']:,} tokens, {'graphs' if row['graphs'] else 'eager'}"
+        table.add_row(name, f"GPU idle {row['idle_fraction']:.1%} of {row['ms']:.1f} ms")
     if row := report["eplb"]:
         name = f"{row['layers']} layers rebalanced on {row['ranks']} ranks"
         balance = f"balance {row['before']:.3f} -> {row['after']:.3f}"

@@ -1,20 +1,27 @@
-"""CUDA graphs of decode steps and draft rounds: what they launch, kept and launched again by one call.
+"""CUDA graphs of steps and draft rounds: what they launch, kept and launched again by one call.
 
-Idea: the kernels of a decode step are short, and to launch them one by one takes longer than they run. A
-graph repeats a step's launches on the same addresses, so steps are padded to a few numbers of rows (1, 2, 4,
-8, then every 8) and of positions (powers of two), and what tells them apart comes as one parcel, always to
-the same place. Padding rows stand in the reserved slot and block, which no request reads; so does the step
-that a graph is captured from, so that nobody's caches change.
+Idea: the kernels of a step are short, and to launch them one by one takes longer than they run. A graph
+repeats a step's launches on the same addresses, so steps are padded to a few numbers of rows, and their
+inputs always come to the same place. A graph may have breaks: `pause(work, ...)` ends it, runs `work` as it
+is, and begins another behind it.
 
-A graph may have breaks: `pause(work)` ends it, runs `work` as it is, and begins another behind it. Rows of
-n-gram tables that lie elsewhere are asked for and awaited so.
+    decode, draft   one graph of everything, for 1, 2, 4, 8, then every 8 rows, and positions in powers of
+                    two; inputs come as one parcel, padding rows stand in the reserved slot and block
+    prefill         layers that compute rows side by side, for four numbers of rows in an octave; what meets
+                    the caches (`Step.meet`) depends on lengths and runs in breaks, on the step's own rows,
+                    of which the last stands in for the padding. Under bounded replay the layers before the
+                    one that drops rows have such graphs, and so have those behind it, which see few rows
+
+Rows of n-gram tables that lie elsewhere are asked for and awaited in breaks as well. A graph is captured from
+a step that stands in the reserved slot and block, so that nobody's caches change.
 
 Before a graph is captured its step is run under `Unbroken`, which refuses what no graph can repeat and says
-where it stands; before it serves, its first step is also run as it is, and the two must agree. Where one of
-them fails, such steps run eagerly; so do steps whose calls of ops somebody watches, in a profile say.
+where it stands; before it serves, it is also run as it is, and the two must agree. Where one of them fails,
+such steps run eagerly; so do steps whose calls of ops somebody watches, in a profile say.
 
 Shapes: a graph per `Size`; the first rows of its outputs are the step's own.
-State: one Graphs per runner, with one memory pool; `counts` says how often which way was taken.
+State: one Graphs per runner, with one memory pool: a graph's outputs hold until another one runs. `counts`
+says how often which way was taken.
 Errors: none; a failed capture is a warning, with its traceback in the log's debug lines, and a count
 (`graph_failures`).
 Source: engine.md section 14.
@@ -38,17 +45,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dskit import ops
 from dskit.engine.engram import Placement, Remote
-from dskit.engine.host import Parcel
+from dskit.engine.host import Parcel, leaves, mapped
 from dskit.engine.spec import padded
 from dskit.layers.dspark import likeliest
-from dskit.model import Step
+from dskit.layers.mla import Global, Memory
+from dskit.model import State, Step, directly
 
-Eager = Callable[[], Tensor | None]
-Pause = Callable[[Eager], Tensor | None]  # runs a part of the work between two graphs
-Launches = Callable[[Pause], tuple[Tensor, ...]]
+Eager = Callable[..., Tensor | None]  # of tensors; what it gives stands in the same place each time
+Pause = Callable[..., Tensor | None]  # runs an Eager with the tensors behind it between two graphs
+Launches = Callable[[Pause], Any]
 
 logger = logging.getLogger("dskit.engine")
-MOST_ROWS = 512
+MOST_ROWS = {"decode": 512, "guess": 512, "draft": 512, "prefill": 2048}
 LEAST_POSITIONS = 256
 TOLERANCE = 0.01  # relative RMS between what a graph gives and the same step without it
 
@@ -75,11 +83,11 @@ class Unbroken(TorchDispatchMode):
         super().__init__()
         self.paused = False
 
-    def pause(self, eager: Eager) -> Tensor | None:
+    def pause(self, eager: Eager, *tensors: Tensor) -> Tensor | None:
         """What stands between two graphs may do as it likes."""
         self.paused = True
         try:
-            return eager()
+            return eager(*tensors)
         finally:
             self.paused = False
 
@@ -106,9 +114,22 @@ class Unbroken(TorchDispatchMode):
         return None
 
 
-def straight(eager: Eager) -> Tensor | None:
-    """A pause where nothing is captured."""
-    return eager()
+class Address:
+    """Bytes on a GPU as torch takes them over: by their place, without a claim to it."""
+
+    def __init__(self, place: int, count: int):
+        self.__cuda_array_interface__ = {"version": 3, "typestr": "|u1", "shape": (count,),
+                                         "data": (place, False)}
+
+
+def lent(tensor: Tensor) -> Tensor:
+    """The same numbers in the same place, which may be given to others meanwhile.
+
+    Graphs of one pool run one after another, so what one leaves is read before another takes its place.
+    """
+    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    raw = torch.as_tensor(Address(tensor.data_ptr(), reach * tensor.element_size()), device=tensor.device)
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 class Cuda:
@@ -122,11 +143,11 @@ class Cuda:
         """Take another pool: torch takes none again whose graphs are all gone, or whose capture broke."""
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Launches) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+    def capture(self, work: Launches) -> tuple[Callable[[], None], Any]:
         """What repeats `work`, which has run before, and where its outputs will be."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream), _uncollected():
-            recording = Recording(self._begin)
+            recording = Recording(self._begin, lent)
             try:
                 out = work(recording.pause)
                 recording.end()
@@ -135,7 +156,7 @@ class Cuda:
                 self.renew()
                 raise
         torch.cuda.current_stream().wait_stream(self.stream)
-        return recording.replay, out
+        return recording.replay, mapped(out, lent)
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -156,10 +177,13 @@ def _uncollected() -> Iterator[None]:
 
 
 class Recording:
-    """Graphs with breaks between them, in the order in which they are launched; `begin` begins one."""
+    """Graphs with breaks between them, in the order in which they are launched.
 
-    def __init__(self, begin: Callable[[], Any]):
-        self._begin, self._parts = begin, list[Callable[[], Any]]()
+    `begin` begins one; `lend` gives a tensor to a break and lets go of its memory.
+    """
+
+    def __init__(self, begin: Callable[[], Any], lend: Callable[[Tensor], Tensor]):
+        self._begin, self._lend, self._parts = begin, lend, list[Callable[[], Any]]()
         self._graph = begin()
 
     def end(self) -> None:
@@ -168,11 +192,12 @@ class Recording:
         self._graph.replay()
         self._parts.append(self._graph.replay)
 
-    def pause(self, eager: Eager) -> Tensor | None:
-        """Run something between two graphs; its result always comes to where the second one reads it."""
+    def pause(self, eager: Eager, *tensors: Tensor) -> Tensor | None:
+        """Run something between two graphs; its result stands where the second one reads it."""
         self.end()
-        held = eager()
-        self._parts.append(eager if held is None else lambda: held.copy_(eager()))
+        part = partial(eager, *map(self._lend, tensors))
+        held = part()
+        self._parts.append(part)
         self._graph = self._begin()
         return held
 
@@ -194,6 +219,7 @@ class Fetched:
 
     def __init__(self, tables: Placement, gram_TQ: Tensor, pause: Pause):
         self._tables, self._gram, self._pause = tables, gram_TQ, pause
+        self._held: dict[int, Tensor] = {}
         pause(self._ask)
 
     def _ask(self) -> None:
@@ -201,33 +227,75 @@ class Fetched:
 
     def rows(self, layer: int) -> Tensor:
         """The numbers [T, C*Y] of a layer."""
-        return self._pause(lambda: self._lookup.rows(layer))
+        return self._pause(partial(self._await, layer))
+
+    def _await(self, layer: int) -> Tensor:
+        found = self._lookup.rows(layer)
+        return self._held.setdefault(layer, found).copy_(found)
+
+
+class Awaited:
+    """Rows of n-gram tables that lie elsewhere, which the step whose rows they are has asked for."""
+
+    def __init__(self, step: Step):
+        self._step = step
+
+    def rows(self, layer: int) -> Tensor:
+        """The numbers [T, C*Y] of a layer."""
+        return self._step.meet(lambda own, *_: own.found.rows(layer), self._step, None, None)
 
 
 # ---- the graphs of a runner --------------------------------------------------------------------------------
 
 
+class Rows:
+    """Room for many rows of each tensor of a structure; graphs of fewer rows use the first ones."""
+
+    def __init__(self, like: Any, most: int):
+        self._room = mapped(like, lambda own: own.new_zeros(most, *own.shape[1:]))
+
+    def first(self, rows: int) -> Any:
+        """The structure as a graph of so many rows sees it."""
+        return mapped(self._room, lambda room: room[:rows])
+
+    def fill(self, value: Any, index: Tensor) -> Any:
+        """Bring rows of a structure like it, in the order of an index; gives them as they stand here."""
+        held = self.first(len(index))
+        for room, own in zip(leaves(held), leaves(value), strict=True):
+            torch.index_select(own, 0, index, out=room)
+        return held
+
+
 @dataclass
 class Graph:
-    """A captured step: its inputs, what repeats it, and where its outputs are. `checked`: it has served."""
+    """A captured step: what it launches, what repeats that, and where its outputs are.
 
-    inputs: Parcel
+    inputs: of its own, where it shares none (Rows). checked: it has served.
+    """
+
+    work: Launches
+    inputs: Parcel | None
     replay: Callable[[], None]
-    outputs: tuple[Tensor, ...]
+    outputs: Any
     checked: bool = False
 
 
 @dataclass(frozen=True)
 class Size:
-    """What steps of one graph share: "decode", so many rows and positions; or so many rounds of a draft, with
-    ("draft") or without ("guess") the walk through the block that takes the likeliest tokens."""
+    """What steps of one graph share: the kind, so many rows, positions, layers.
+
+    Rows of a draft are rounds, with ("draft") or without ("guess") the walk through the block that takes the
+    likeliest tokens.
+    """
 
     kind: str
     rows: int
     positions: int = 0
+    layers: range | None = None
 
     def __str__(self) -> str:
         within = f" within {self.positions} positions" if self.positions else ""
+        within += f" through layers {self.layers[0]} to {self.layers[-1]}" if self.layers else ""
         return f"{self.kind} steps of {self.rows}{within}"
 
 
@@ -237,9 +305,13 @@ class Graphs:
     def __init__(self, runner: Any, backend: Any):
         self.runner, self.backend = runner, backend
         self.graphs: dict[Size, Graph | None] = {}  # None: it failed, run eagerly
-        self.counts = {"graph_steps": 0, "eager_steps": 0, "graph_failures": 0, "graph_capture_ms": 0}
+        self.counts = dict.fromkeys(("graph_steps", "eager_steps", "graph_prefills", "eager_prefills",
+                                     "graph_failures", "graph_capture_ms"), 0)
         self._choice = ops.revision()  # of kernels, that the graphs were captured with
         self._refused: set[str] = set()  # kinds of steps that do what no graph repeats, whatever their size
+        self._rooms: dict[Any, Rows] = {}  # what prefill graphs read: their inputs, and what breaks give
+        self._nobody: tuple[Step, Global] | None = None  # a step of the reserved slot and block
+        self._now: tuple[Step, Global, Tensor]  # what breaks see, and its row in each row of a graph
 
     def decode(self, work: list[Any]) -> Tensor | None:
         """Logits of a decode step, or None where it has to run eagerly."""
@@ -258,28 +330,54 @@ class Graphs:
         """`Model.draft` of the likeliest tokens, likewise."""
         return self._outputs(Size("draft", padded(len(rounds))), rounds, len(rounds))
 
+    def prefill(self, through: Callable[..., State], layers: range, state: State, step: Step, memory: Memory,
+                shared: Global) -> State:
+        """`Model.through`, as a Step runs it: by a graph, where there can be one."""
+        rows, size, graph = len(step.ids), Size("prefill", _in_octaves(len(step.ids)), layers=layers), None
+        if rows and layers and step.image is None and not ops.pinned() and self._able(size):
+            given, index = (step.ids, step.pos, step.gram, state), self._index(rows, size.rows)
+            self._room(layers.start, given).fill(given, index)
+            graph = self._graph(size)
+        if graph is None or not self._sound(graph, size):
+            self.counts["eager_prefills"] += 1
+            return through(layers, state, step, memory, shared)
+        self.counts["graph_prefills"] += 1
+        self._now = step, shared, index
+        graph.replay()
+        return mapped(graph.outputs, lambda of: of[:rows])
+
     @torch.inference_mode()
     def recapture(self) -> int:
         """Capture every graph again, as other kernels were chosen; how many there are now."""
         sizes = list(self.graphs)
         self._forget()
-        with ops.step("decode"):
-            return sum(self._graph(size) is not None for size in sizes)
+        for size in sizes:
+            with ops.step("prefill" if size.kind == "prefill" else "decode"):
+                self._graph(size)
+        return sum(graph is not None for graph in self.graphs.values())
 
     def _forget(self) -> None:
         self.graphs.clear()
         self._refused.clear()
         self.backend.renew()
 
-    def _outputs(self, size: Size, work: list[Any], rows: int) -> tuple[Tensor, ...] | None:
-        """The first rows of what a step gives, by the graph of its size; None: there is none."""
+    def _able(self, size: Size) -> bool:
+        """Whether there may be a graph of a size, under the choice of kernels as it is now."""
         if self._choice != ops.revision():
             self._forget()
-        able = 0 < size.rows <= MOST_ROWS and size.kind not in self._refused and self.graphs.get(size, True)
-        inputs = self._inputs(size, work) if able and rows and not ops.watched() else None
+        fit = 0 < size.rows <= MOST_ROWS[size.kind] and not ops.watched()
+        return fit and size.kind not in self._refused and self.graphs.get(size, True) is not None
+
+    def _outputs(self, size: Size, work: list[Any], rows: int) -> tuple[Tensor, ...] | None:
+        """The first rows of what a step gives, by the graph of its size; None: there is none."""
+        inputs = self._inputs(size, work) if rows and self._able(size) else None
         graph = self._graph(size) if inputs is not None else None
-        if graph is None or not self._replay(graph, size, inputs):
+        if graph is None:
             return None
+        graph.inputs.fill(inputs)
+        if not self._sound(graph, size):
+            return None
+        graph.replay()
         return tuple(of[:rows].clone() for of in graph.outputs)
 
     def _graph(self, size: Size) -> Graph | None:
@@ -287,13 +385,7 @@ class Graphs:
         if size not in self.graphs:
             begin = time.perf_counter()
             try:
-                nobody = self._inputs(size, [])
-                inputs = Parcel(nobody, self.runner.device)
-                work = partial(self._launches(size), inputs.fill(nobody))
-                work(straight)  # compiles kernels, fills caches
-                with Unbroken() as unbroken:
-                    work(unbroken.pause)
-                self.graphs[size] = Graph(inputs, *self.backend.capture(work))
+                self.graphs[size] = self._captured(size)
             except Exception as error:
                 logger.debug("the capture of %s failed", size, exc_info=True)
                 self._fail(size, f"{type(error).__name__}: {error}")
@@ -302,17 +394,34 @@ class Graphs:
             self.counts["graph_capture_ms"] += round(1e3 * (time.perf_counter() - begin))
         return self.graphs[size]
 
-    def _replay(self, graph: Graph, size: Size, inputs: Step) -> bool:
-        """Run a step by its graph; False if its first one shows that the graph is wrong."""
-        step = graph.inputs.fill(inputs)
+    def _captured(self, size: Size) -> Graph:
+        inputs = None
+        if size.kind == "prefill":
+            self._stand_aside(size.rows)
+            work = partial(self._through, size)
+        else:
+            nobody = self._inputs(size, [])
+            inputs = Parcel(nobody, self.runner.device)
+            launches = {"decode": self._logits, "guess": self._guesses, "draft": self._drafts}[size.kind]
+            work = partial(launches, inputs.fill(nobody))
+        work(directly)  # compiles kernels, fills caches
+        with Unbroken() as unbroken:
+            work(unbroken.pause)
+        return Graph(work, inputs, *self.backend.capture(work))
+
+    def _sound(self, graph: Graph, size: Size) -> bool:
+        """Whether a graph gives what its launches give for the inputs that it has; asked once."""
+        if graph.checked:
+            return True
+        if size.kind == "prefill":
+            self._stand_aside(size.rows)
         graph.replay()
-        if not graph.checked:
-            for found, want in zip(graph.outputs, self._launches(size)(step, straight), strict=True):
-                away = (found - want).float().square().mean().sqrt() / want.float().square().mean().sqrt()
-                if not away < TOLERANCE and want.isfinite().all():
-                    self._fail(size, f"it differs by {away:.2g} from the same step without it")
-                    return False
-            graph.checked = True
+        for found, want in zip(leaves(graph.outputs), leaves(graph.work(directly)), strict=True):
+            away = (found - want).float().square().mean().sqrt() / want.float().square().mean().sqrt()
+            if not away < TOLERANCE and want.isfinite().all():
+                self._fail(size, f"it differs by {away:.2g} from the same step without it")
+                return False
+        graph.checked = True
         return True
 
     def _fail(self, size: Size, why: str) -> None:
@@ -320,11 +429,7 @@ class Graphs:
         self.graphs[size] = None
         self.counts["graph_failures"] += 1
 
-    # ---- the kinds of steps --------------------------------------------------------------------------------
-
-    def _launches(self, size: Size) -> Callable[[Step, Pause], tuple[Tensor, ...]]:
-        """What a graph holds: from a step as it was laid out to its outputs."""
-        return {"decode": self._logits, "guess": self._guesses, "draft": self._drafts}[size.kind]
+    # ---- steps of whole graphs -----------------------------------------------------------------------------
 
     def _logits(self, inputs: Step, pause: Pause) -> tuple[Tensor]:
         runner = self.runner
@@ -355,6 +460,55 @@ class Graphs:
         segments = {ratio: [_by_row(parts, blocks, runner.block_size // ratio)]
                     for ratio, parts in step.segments.items()}
         return replace(step, groups=groups, segments=segments, wanted=None, image=None)
+
+    # ---- steps with breaks ---------------------------------------------------------------------------------
+
+    def _through(self, size: Size, pause: Pause) -> State:
+        """Layers over the rows in their room; breaks meet the caches with the rows of the step of now."""
+        runner = self.runner
+        ids, pos, gram, state = self._rooms[size.layers.start].first(size.rows)
+        step = Step(ids, pos, {}, (), gram=gram, meet=partial(self._meet, pause))
+        step.found = Awaited(step) if isinstance(runner.engram, Remote) else None
+        return runner.model.through(size.layers, state, step, runner.memory, Global())
+
+    def _meet(self, pause: Pause, work: Callable[..., Tensor | None], step: Step, memory: Memory,
+              shared: Global, *rows: Tensor) -> Tensor | None:
+        """What meets the caches (Step.meet), in a break: called with the rows and the step of now."""
+
+        def look(*rows: Tensor) -> Tensor | None:
+            own, seen, index = self._now
+            found = work(own, memory, seen, *(each[: len(own.ids)] for each in rows))
+            if found is None:
+                return None
+            return self._room((found.shape[1:], found.dtype), found).fill(found, index)
+
+        return pause(look, *rows)
+
+    def _room(self, key: Any, like: Any) -> Rows:
+        """Room of its own for inputs; what breaks give is read before the next one of its shape comes."""
+        if key not in self._rooms:
+            self._rooms[key] = Rows(like, MOST_ROWS["prefill"])
+        return self._rooms[key]
+
+    def _stand_aside(self, rows: int) -> None:
+        """Let breaks see the reserved slot and block."""
+        runner = self.runner
+        if self._nobody is None:
+            step, shared = runner.step([runner.placeholder()]), Global()
+            every = range(len(runner.model.layers))
+            runner.model.through(every, runner.model.streams(step.ids), step, runner.memory, shared)
+            self._nobody = step, shared
+        self._now = *self._nobody, self._index(1, rows)
+
+    def _index(self, rows: int, padded: int) -> Tensor:
+        """Rows of a step in a graph: each in its place, and the last one again behind them."""
+        return torch.arange(padded, device=self.runner.device).clamp_(max=rows - 1)
+
+
+def _in_octaves(rows: int) -> int:
+    """The number of rows that so many of prompts are padded to: multiples of 8, at most four in an octave."""
+    step = max(8, 1 << (rows - 1).bit_length() >> 3)
+    return -(-rows // step) * step
 
 
 def _pad_group(group: Any, rows: int) -> Any:

@@ -37,7 +37,7 @@ from dskit.layers.dspark import likeliest
 from dskit.layers.indexer import Segment
 from dskit.layers.rope import turns
 from dskit.layers.swa import RingPlan
-from dskit.model import Model, Step
+from dskit.model import Model, Step, directly
 
 
 @dataclass
@@ -200,7 +200,11 @@ class ModelRunner:
         decodes = all(w.start >= w.prompt_len and w.stop - w.start <= longest for w in work)
         with ops.step(kind or ("decode" if decodes else "prefill")):
             logits = self.graphs.decode(work) if self.graphs and decodes else None
-            return self.model(self.step(work), self.memory) if logits is None else logits
+            if logits is None:
+                step = self.step(work)
+                step.run = self.graphs.prefill if self.graphs and not decodes else directly
+                logits = self.model(step, self.memory)
+            return logits
 
     def placeholder(self) -> Work:
         """A row that fills up a step: in the reserved slot and block."""

@@ -191,14 +191,19 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, step, memory: Memory, shared: Global) -> Tensor:
         """x_TD (normed) -> y_TD; `step` is a model.Step, `shared` what earlier layers of this step left."""
-        turn = step.rope[self.ratio > 0]
         x = self.numerics.activation(x_TD)
         latent = self.numerics.activation(self.q_norm(self.wq_a(x)))
-        q = self.query(latent)
-        window = self.remember_(memory.windows.get(self.layer), x, turn, step.window(self.layer))
+        rows = self.query(latent), self.wkv(x), x_TD, latent
+        return self.output(step.meet(self.look, step, memory, shared, *rows))
+
+    def look(self, step, memory: Memory, shared: Global, q_TAH: Tensor, kv_TH: Tensor, x_TD: Tensor,
+             latent: Tensor) -> Tensor:
+        """What queries find in their window, which takes the new keys, and in chosen entries: o_TAH."""
+        turn, plan = step.rope[self.ratio > 0], step.window(self.layer)
+        window = self.remember_(memory.windows.get(self.layer), kv_TH, turn, plan)
         if step.whole is not None:
-            o = step.whole.attend(self, x_TD, latent, rotate(q, turn), window, shared)
-            return self.output(rotate(o, turn, inverse=True))
+            o = step.whole.attend(self, x_TD, latent, rotate(q_TAH, turn), window, shared)
+            return rotate(o, turn, inverse=True)
         if self.many(step, window):
             every = torch.arange(len(window), device=window.device)
             window = read(window, every, self.packing("window"), self.numerics.dtype)
@@ -206,10 +211,9 @@ class Attention(nn.Module):
         if self.ratio:
             self.choose(x_TD, latent, step, shared)
             entries, chosen = shared.line[1] if shared.line else shared.entries, shared.chosen
-        o = attend_cached(q, turn, window, step.window(self.layer).read, entries, chosen, self.attn_sink,
-                          self.numerics.dtype, (self.packing("window"), self.packing("entry")),
-                          steady=self.numerics.steady)
-        return self.output(o)
+        return attend_cached(q_TAH, turn, window, plan.read, entries, chosen, self.attn_sink,
+                             self.numerics.dtype, (self.packing("window"), self.packing("entry")),
+                             steady=self.numerics.steady)
 
     def query(self, latent: Tensor) -> Tensor:
         """Queries [T, A, H] of rounded latents [T, R], before their rotation; V4 also norms each head."""
@@ -222,19 +226,19 @@ class Attention(nn.Module):
 
     def key(self, x: Tensor, turn: Tensor) -> Tensor:
         """This layer's own key-and-value vectors [T, H] of rounded inputs, rotated and rounded as cached."""
-        return self.ready(x, turn, packed=False)
+        return self.ready(self.wkv(x), turn, packed=False)
 
-    def ready(self, x: Tensor, turn: Tensor, packed: bool) -> Tensor:
-        """The same as rows for a ring that holds numbers or bytes."""
+    def ready(self, kv_TH: Tensor, turn: Tensor, packed: bool) -> Tensor:
+        """Such vectors, as they leave their projection, as rows for a ring that holds numbers or bytes."""
         norm = self.kv_norm
-        return ready(self.wkv(x), norm.weight, norm.eps, turn, self.packing("window"), packed)[0]
+        return ready(kv_TH, norm.weight, norm.eps, turn, self.packing("window"), packed)[0]
 
-    def remember_(self, ring: Tensor | None, x: Tensor, turn: Tensor, plan: RingPlan) -> Tensor:
-        """Commit the keys of rounded inputs to this layer's ring; returns the line that `plan.read` reads."""
+    def remember_(self, ring: Tensor | None, kv_TH: Tensor, turn: Tensor, plan: RingPlan) -> Tensor:
+        """Commit projected keys to this layer's ring; returns the line that `plan.read` reads."""
         if ring is None or plan.history is not None:
-            return remember_(ring, self.ready(x, turn, is_packed(ring)), plan)
+            return remember_(ring, self.ready(kv_TH, turn, is_packed(ring)), plan)
         norm = self.kv_norm
-        return write_(ring, self.wkv(x), norm.weight, norm.eps, turn, plan.slots, self.packing("window"))[0]
+        return write_(ring, kv_TH, norm.weight, norm.eps, turn, plan.slots, self.packing("window"))[0]
 
     def packing(self, what: str) -> Packing:
         """How a "window" vector or a global "entry" is rounded and packed."""
@@ -242,8 +246,11 @@ class Attention(nn.Module):
 
     def compress(self, x_TD: Tensor, step, memory: Memory, shared: Global) -> None:
         """At a KV source: write the global entries and index keys of the groups that these rows complete."""
-        if self.layer not in self.config.kv_source_layer_ids:
-            return
+        if self.layer in self.config.kv_source_layer_ids:
+            step.meet(self.publish, step, memory, shared, x_TD)
+
+    def publish(self, step, memory: Memory, shared: Global, x_TD: Tensor) -> None:
+        """Do so, and let this and later layers see them."""
         plan: GroupPlan = step.groups[self.ratio]
         pooled = self.compressor(x_TD, step.pos, memory.carries.get(self.layer), plan)
         shared.entries, latent = store_(memory.entries.get(self.layer), pooled, self.compressor.norm,

@@ -19,7 +19,7 @@ def test_the_document_has_the_keys_that_others_read(capsys):
     assert scheduler["running"] == 8 and scheduler["steps"] == 30
     assert 0 < scheduler["plan_median_us"] < scheduler["median_us"] <= scheduler["p99_us"]
     assert found["blocks_ops_s"] > 1000 and found["tree_ops_s"] > 1000
-    assert found["idle_fraction"] is None and found["idle"] == []
+    assert found["idle_fraction"] is None and found["idle"] == found["prompts"] == []
     tables = {row["placement"]: row for row in found["engram"]}
     assert list(tables) == ["device", "host", "mmap"] and "in no file" in tables.pop("mmap")["reason"]
     assert all(row["rows_per_s"] > 1000 and row["step_ms"] > 0 for row in tables.values())

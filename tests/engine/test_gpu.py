@@ -49,6 +49,7 @@ def test_graphs_change_no_token(rounded, settings):
             assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == want
         before = llm.stats()
         assert before["graph_steps"] > 10 and not before["graph_failures"] + before["eager_steps"]
+        assert before["graph_prefills"] and not before["eager_prefills"]
         assert llm.swap({"moe.plan": "torch"}).graphs
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == want
         llm.swap({"moe.plan": "auto"})
@@ -63,14 +64,38 @@ def test_graphs_have_breaks_where_tables_lie_elsewhere(placement, tmp_path):
         want = [r.token_ids for r in llm.generate(PROMPTS, PARAMS)]
     with LLM(path, **settings) as llm:
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == want
-        assert llm.stats()["graph_steps"] > 10 and not llm.stats()["graph_failures"]
+        stats = llm.stats()
+        assert stats["graph_steps"] > 10 and stats["graph_prefills"] and not stats["graph_failures"]
+
+
+LENGTHS = [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 80, 81, 255, 256, 257, 300]
+PREFILLS = [{}, {"replay": "compact"}, {"replay": "compact", "exact_prefix": False},
+            {"replay": "mask", "max_num_batched_tokens": 160}]
+
+
+@pytest.mark.parametrize("settings", PREFILLS, ids=str)
+def test_graphs_change_no_token_of_prompts(rounded, settings):
+    """Of lengths around those that are captured; alone, together with others that decode, and again."""
+    prompts = [[9 + (7 * i * j + i // 3) % 480 for i in range(n)] for j, n in enumerate(LENGTHS)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=3, ignore_eos=True) for i in range(99)]
+    said = []
+    for eager in (True, False):
+        with LLM(rounded, enforce_eager=eager, canary="raise", **settings) as llm:
+            found = [llm.generate(prompt, params[0]).token_ids for prompt in prompts]
+            longer = [prompt + ids + prompt[:70] for prompt, ids in zip(prompts, found, strict=True)]
+            found += [r.token_ids for r in llm.generate(longer, params[: len(longer)])]
+            said.append(found)
+            stats = llm.stats()
+    assert said[0] == said[1]
+    assert stats["graph_prefills"] > len(prompts) and not stats["graph_failures"]
 
 
 def test_what_cannot_be_captured_runs_eagerly(rounded, caplog):
     with ops.use({"moe.experts": "torch"}), LLM(rounded, speculate="off") as llm:
         found = [r.token_ids for r in llm.generate(PROMPTS, PARAMS)]
         stats = llm.stats()
-    assert stats["graph_failures"] == 1 and not stats["graph_steps"] and "CannotRepeat" in caplog.text
+    assert stats["graph_failures"] == 2 and not stats["graph_steps"] + stats["graph_prefills"]
+    assert "no CUDA graph for prefill" in caplog.text and "CannotRepeat" in caplog.text
     with ops.use({"moe.experts": "torch"}), LLM(rounded, enforce_eager=True, speculate="off") as llm:
         assert [r.token_ids for r in llm.generate(PROMPTS, PARAMS)] == found
 

@@ -1,10 +1,11 @@
-"""Decode steps through a stand-in for CUDA graphs: the same operations, on the tensors of the first time."""
+"""Steps through a stand-in for CUDA graphs: the same operations, on the tensors of the first time."""
 
 import json
 import logging
 import math
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from torch.utils._python_dispatch import (
 )
 
 from dskit import checkpoint, ops
+from dskit.config import preset
 from dskit.engine import graphs
 from dskit.engine.host import leaves
 from dskit.engine.llm import LLM
 from dskit.engine.runner import ModelRunner, Work
 from dskit.engine.seq import SamplingParams
+from dskit.model import directly
+from tests import drive
 
 IDS = [3 + (11 * i * i + 5 * i + i // 7) % 59 for i in range(80)]
 PARAMS = [SamplingParams(temperature=i % 2, seed=i, max_tokens=6, ignore_eos=True) for i in range(5)]
@@ -54,23 +58,29 @@ class Tape(TorchDispatchMode):
 
 class Backend:
     def __init__(self, fails=()):
-        self.captured, self.fails = 0, fails
+        self.captured, self.fails, self.phases = 0, fails, []
 
     def renew(self):
         """A tape has no memory of its own."""
 
     def capture(self, work):
         self.captured += 1
-        assert ops._state.phase == "decode"  # else the kernels of another phase would be captured
-        recording = graphs.Recording(Tape)
+        self.phases.append(ops._state.phase)  # whose kernels are captured
+        recording = graphs.Recording(Tape, lambda tensor: tensor)
         if self.captured in self.fails:
             recording.abandon()
             raise RuntimeError("operation not permitted when stream is capturing")
         out = work(recording.pause)
         recording.end()
-        for each in out:
+        for each in leaves(out):
             each.fill_(math.nan if each.is_floating_point() else 7)
         return recording.replay, out
+
+
+class Wrong(Backend):
+    def capture(self, work):
+        replay, out = super().capture(work)
+        return lambda: (replay(), leaves(out)[0].neg_()), out
 
 
 def one_call(reference):
@@ -86,17 +96,36 @@ def one_call(reference):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return checkpoint.load("tiny", device="cpu", batch_invariant=True)
+def folder(tmp_path_factory):
+    """Few layers: one of windows only, two of ratio 2 with n-grams, three of ratio 1, and a draft."""
+    config = preset("tiny").replace(num_hidden_layers=6, compress_ratios=(0, 2, 2, 1, 1, 1, 0, 0),
+                                    kv_source_layer_ids=(1, 3), index_source_layer_ids=(1, 3, 5),
+                                    candidate_source_layer_id=3, engram_layer_ids=(1, 2),
+                                    dspark_target_layer_ids=(4, 5), hc_sinkhorn_iters=2)
+    return checkpoint.write_random(config, tmp_path_factory.mktemp("short"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return checkpoint.load(folder, device="cpu", batch_invariant=True)
 
 
 @contextmanager
-def graphed(model, backend=None, **settings):
-    experts = ops.find("moe.experts").implementations["torch"]
-    with pytest.MonkeyPatch.context() as patch, LLM(model, max_model_len=256, **settings) as llm:
-        patch.setattr(experts, "function", one_call(experts.function))
+def graphed(model, backend=None, prompts=False, **settings):
+    """An LLM that replays decode steps, or prompts and nothing else."""
+    with replayed(prompts), LLM(model, max_model_len=256, **settings) as llm:
         llm.engine.runner.graphs = graphs.Graphs(llm.engine.runner, backend or Backend())
         yield llm
+
+
+@contextmanager
+def replayed(prompts):
+    experts = ops.find("moe.experts").implementations["torch"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "function", one_call(experts.function))
+        for kind in ("decode", "guess", "draft") if prompts else ("prefill",):
+            patch.setitem(graphs.MOST_ROWS, kind, 0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +151,9 @@ def test_tokens_are_those_without_graphs(model, eager, count, new, settings):
     assert stats["graph_steps"] > 1 and all(graph.checked for graph in sizes.values())
 
 
-def test_rows_of_tables_elsewhere_come_in_breaks(eager):
+def test_rows_of_tables_elsewhere_come_in_breaks(folder, eager):
     settings = dict(device="cpu", batch_invariant=True, speculate="off", engram_placement="host")
-    with graphed("tiny", **settings) as llm:
+    with graphed(folder, **settings) as llm:
         found = llm.generate(PROMPTS[:3], PARAMS[:3])
         stats = llm.stats()
     assert [r.token_ids for r in found] == eager[:3] and stats["graph_steps"] > 3
@@ -161,11 +190,6 @@ def test_a_step_that_is_watched_calls_its_ops(model, eager):
 
 
 def test_a_graph_that_computes_something_else_is_not_used(model, eager, caplog):
-    class Wrong(Backend):
-        def capture(self, work):
-            replay, out = super().capture(work)
-            return lambda: (replay(), out[0].neg_()), out
-
     with caplog.at_level(logging.WARNING), graphed(model, Wrong(), speculate="off") as llm:
         assert llm.generate(PROMPTS[0], PARAMS[0]).token_ids == eager[0]
     assert "differs by 2 from the same step without it" in caplog.text
@@ -183,11 +207,103 @@ def test_a_swap_captures_again(model):
         assert backend.captured == 2 * before
         with ops.use(moe="torch"):  # no swap, and yet the graphs hold other kernels
             assert llm.generate(PROMPTS[0], short).token_ids == want
-        assert backend.captured == 3 * before
+        assert backend.captured == 3 * before and set(backend.phases) == {"decode"}
 
 
 def test_sizes():
     assert [graphs.padded(n) for n in (1, 2, 3, 5, 8, 9, 17, 64)] == [1, 2, 4, 8, 8, 16, 24, 64]
+    padded = {n: graphs._in_octaves(n) for n in range(1, 2049)}
+    assert all(n <= rows <= max(n + 7, 1.25 * n) and padded[rows] == rows for n, rows in padded.items())
+    assert len(set(padded.values())) == 28
+
+
+# ---- prompts -----------------------------------------------------------------------------------------------
+
+
+def sequences(lengths):
+    return [[3 + (7 * s + 11 * i * i + i // 5) % 500 for i in range(n)] for s, n in enumerate(lengths)]
+
+
+def run_prompts(model, schedules, backend=None, **settings):
+    """The logits of several lots of sequences, with graphs of 32 or 64 prompt rows; and the runner."""
+    on = drive.runner(model, drafts=True, **settings)
+    with replayed(prompts=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_in_octaves", lambda rows: -(-rows // 32) * 32)
+        on.graphs = graphs.Graphs(on, backend) if backend else None
+        return [torch.cat(drive.play(on, prompts, schedule)) for prompts, schedule in schedules], on
+
+
+def lots(full):
+    """(sequences, in which steps): one and several, at once, in chunks, and with rows of decoding between."""
+    counts = [[1], [31], [32], [33], [64], [1, 9, 22], [40, 3]] if full else [[20, 9]]
+    found = [(s, drive.at_once(s)) for s in map(sequences, counts)]
+    long = sequences([61, 70] if full else [42, 4])
+    return [*found, (long, drive.chunks(long, 29)), *([(long, drive.ragged(long, 1))] if full else [])]
+
+
+@pytest.mark.parametrize("numerics, replay, full", [
+    ("release", "compact", False), *(pytest.param(*each, True, marks=pytest.mark.slow) for each in product(
+        ("release", "exact"), ("off", "mask", "compact")))])  # fmt: skip
+def test_prompts_have_the_bits_that_they_have_without_graphs(folder, numerics, replay, full):
+    model = checkpoint.load(folder, device="cpu", numerics=numerics, batch_invariant=True)
+    want, _ = run_prompts(model, lots(full), replay=replay)
+    found, on = run_prompts(model, lots(full), Backend(), replay=replay)
+    for logits, eager in zip(found, want, strict=True):
+        assert torch.equal(logits, eager)
+    counts, parts = on.graphs.counts, {size.layers for size in on.graphs.graphs}
+    assert counts["graph_prefills"] >= 4 and not counts["graph_failures"] + counts["eager_prefills"]
+    assert parts == {range(6)} | ({range(3), range(4, 6)} if replay == "compact" else set())
+
+
+def test_the_end_of_a_long_prompt_runs_by_a_graph(model, monkeypatch):
+    long, backend = sequences([80]), Backend()
+    monkeypatch.setitem(graphs.MOST_ROWS, "prefill", 32)
+    want, _ = run_prompts(model, [(long, drive.at_once(long))], replay="compact")
+    found, on = run_prompts(model, [(long, drive.at_once(long))], backend, replay="compact")
+    assert torch.equal(found[0], want[0]) and [size.layers for size in on.graphs.graphs] == [range(4, 6)]
+    assert on.graphs.counts["graph_prefills"] == on.graphs.counts["eager_prefills"] == 1
+    with replayed(prompts=True), ops.use(moe="torch"):
+        assert on.graphs.recapture() == 1 and backend.phases == ["prefill", "prefill"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_turns_of_a_chat_go_on_behind_their_prefix(folder, placement):
+    """Windows behind a reused prefix are rebuilt (Work.fresh), rows of tables come from elsewhere."""
+    settings = dict(device="cpu", batch_invariant=True, exact_prefix=False, replay="compact",
+                    max_num_batched_tokens=48, engram_placement=placement, canary="raise")
+    turns, said = sequences([70, 20, 31]), []
+    for make in (lambda: LLM(folder, max_model_len=256, **settings),
+                 lambda: graphed(folder, prompts=True, **settings)):
+        with make() as llm:
+            chat, answers = [], []
+            for turn in turns:
+                chat += turn
+                result = llm.generate(chat, PARAMS[0])
+                answers.append((result.token_ids, result.usage.cached_tokens))
+                chat += result.token_ids
+            said.append(answers)
+            stats = llm.stats()
+    assert said[0] == said[1] and said[0][-1][1] > 0
+    assert stats["graph_prefills"] > 4 and not stats["graph_failures"] + stats["graph_steps"]
+
+
+@pytest.mark.parametrize("backend, why", [
+    (Backend(fails=[1]), "RuntimeError: operation not permitted"),
+    pytest.param(Wrong(), "it differs by 2 from the same step", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_prompts_run_eagerly_where_a_graph_may_not(model, caplog, backend, why):
+    """Where its capture fails, where it computes something else, where modules have choices of their own."""
+    prompt = sequences([20])
+    want, _ = run_prompts(model, [(prompt, drive.at_once(prompt))])
+    with caplog.at_level(logging.WARNING):
+        found, on = run_prompts(model, [(prompt, drive.at_once(prompt)) for _ in range(2)], backend)
+    assert all(torch.equal(logits, want[0]) for logits in found)
+    assert on.graphs.counts["graph_failures"] == 1 and on.graphs.counts["eager_prefills"] == 2
+    assert f"prefill steps of 32 through layers 0 to 5, which run eagerly: {why}" in caplog.text
+    with ops.pin(model, "layers.2", moe="torch"):
+        found, on = run_prompts(model, [(prompt, drive.at_once(prompt))], Backend())
+    assert torch.equal(found[0], want[0]) and not on.graphs.graphs
 
 
 # ---- what a graph cannot repeat ----------------------------------------------------------------------------
@@ -230,7 +346,7 @@ def looks(monkeypatch):
 
 
 @pytest.mark.parametrize("preset", ["tiny", "demo"])
-def test_a_decode_step_passes_nothing_between_host_and_device(looks, preset):
+def test_a_step_passes_nothing_between_host_and_device(looks, preset):
     """With the kernels, caches and weights of a GPU; everything that is left to torch is seen."""
     model = checkpoint.load(preset, device="cpu", storage="packed", dtype=torch.bfloat16)
     runner = ModelRunner(model, num_blocks=8, block_size=128, num_slots=2, cache_storage="packed",
@@ -241,16 +357,21 @@ def test_a_decode_step_passes_nothing_between_host_and_device(looks, preset):
     inputs = held._inputs(graphs.Size("decode", 4, 256), work)
     guess, draft = (held._inputs(graphs.Size(kind, 2), [(1, 71, 5)]) for kind in ("guess", "draft"))
     with torch.inference_mode(), ops.step("decode"):
-        want = held._logits(inputs, graphs.straight)  # fills caches, as before a capture
-        held._drafts(draft, graphs.straight)
+        want = held._logits(inputs, directly)  # fills caches, as before a capture
+        held._drafts(draft, directly)
+        step, layers = runner.step([Work(2, [3, 4], IDS, 0, 40, 40)]), range(len(model.layers))
+        given = step.ids, step.pos, step.gram, model.streams(step.ids)
+        held._room(0, given).fill(given, held._index(40, 40))
+        held._stand_aside(40)
         with looks, graphs.Unbroken() as unbroken:
             found = held._logits(inputs, unbroken.pause)
             held._guesses(guess, unbroken.pause)
             held._drafts(draft, unbroken.pause)
+            held._through(graphs.Size("prefill", 40, layers=layers), unbroken.pause)
         assert torch.equal(found[0], want[0])
         asking = ops.use({"moe.experts": "torch"})  # the host for each row's experts
         with asking, pytest.raises(graphs.CannotRepeat, match="tolist"), looks:
-            held._logits(inputs, graphs.straight)
+            held._logits(inputs, directly)
 
 
 @pytest.mark.parametrize("bad", [
