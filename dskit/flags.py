@@ -81,7 +81,7 @@ class ServeArgs(ModelArgs):
     distributed_timeout_seconds: Annotated[float, arg(metavar="FLOAT")] = 60.0
     """The group of ranks ends after so long without a sign of one of them."""
     enforce_eager: bool = False
-    """Launch every kernel of a decode step by itself, where one GPU would replay a CUDA graph of them."""
+    """Launch every kernel of a step by itself, where one GPU would replay CUDA graphs of them."""
     speculate: Literal["off", "static", "scheduled"] | None = None
     """Let the draft guess ahead and verify every guess, or those that pay; by default what pays, where there
     is a draft."""

@@ -25,7 +25,7 @@ seq.py        the words of the engine: SamplingParams, Sequence, StepPlan, StepR
 scheduler.py  queues; which rows now; blocks and slots; preemption; forks; what a new token means
 tree.py       prompts that begin alike share blocks: what is known, who holds it, what to evict
 runner.py     a plan becomes tensors, the model runs, logits come back
-graphs.py     on a GPU, decode steps of a few sizes are captured and launched by one call
+graphs.py     on a GPU, steps of a few sizes are captured and launched by one call, those of prompts by a few
 loop.py       Engine (plan, launch, commit, step, overlap) and Handle (a request seen from any thread)
 pools.py      the caches: blocks of global KV, slots of window rings and carries
 draft.py      a draft guesses ahead: which guesses hold, and what is guessed next

@@ -69,7 +69,7 @@ class EngineConfig:
     draft_temperatures: tuple[float, ...] | None = None
     """What the draft's confidences are divided by, as `dskit bench spec` fits them."""
     enforce_eager: bool = False
-    """Launch every kernel of a decode step by itself, where one GPU would replay a CUDA graph of them."""
+    """Launch every kernel of a step by itself, where one GPU would replay CUDA graphs of them."""
     ep: int = 1
     """Ranks that share the routed experts."""
     num_redundant_experts: int = 0

@@ -394,8 +394,9 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """running, waiting, blocks_free (cached ones too), blocks_total, blocks_cached, slots_free, steps,
         tokens, preemptions, evictions; of a model with Engram also engram_bytes, engram_lookups,
-        engram_wait_us; with CUDA graphs graph_steps, eager_steps (of decoding), graph_failures,
-        graph_capture_ms; of ranks that share experts what `Rebalancer.stats` says."""
+        engram_wait_us; with CUDA graphs graph_steps, eager_steps (of decoding), graph_prefills,
+        eager_prefills (runs of layers over prompts' rows), graph_failures, graph_capture_ms; of ranks that
+        share experts what `Rebalancer.stats` says."""
         return self.engine.stats() | (self.engram.stats() if self.engram else {})
 
     def expert_rows(self) -> torch.Tensor:

@@ -177,7 +177,7 @@ class tap:  # noqa: N801 - reads as a verb: with dskit.tap(llm, "layers.3.ffn.ga
                 before = module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name))
                 self.open.callback(before.remove)
                 self._after(module, lambda _: self.running.pop(), always_call=True)
-            self.open.enter_context(ops.watch(self._see))
+        self.open.enter_context(ops.watch(self._see))  # also so that modules run where a graph would
         return self.seen
 
     def _after(self, module: nn.Module, do: Callable[[Any], Any], **when: bool) -> None:
