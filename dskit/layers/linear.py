@@ -33,6 +33,7 @@ from dskit.layers.norm import cast
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FEW = 8  # rows: as columns, a library does not lay the weight out anew for them
 
 
 # ---- scales and codes --------------------------------------------------------------------------------------
@@ -333,7 +334,14 @@ def _product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if narrow and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         y = torch.mm(x.reshape(-1, x.shape[-1]), weight.T, out_dtype=dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
+    if few(x, weight):
+        return torch.mm(weight, x.T).T.contiguous()
     return F.linear(x, weight) if not narrow else F.linear(x.float(), weight.float())
+
+
+def few(x: Tensor, weight: Tensor) -> bool:
+    """Whether a CPU multiplies these rows [T, K] faster as columns."""
+    return x.dim() == 2 and 1 < x.shape[0] <= FEW and weight.dtype == torch.float32 and not weight.is_cuda
 
 
 @ops.op("gemm.fp8")

@@ -31,7 +31,7 @@ from dskit.config import ModelConfig
 from dskit.layers.cache import Packing, is_packed, read, ready, store_, write_
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
-from dskit.layers.linear import Linear, Numerics, quantize, unpack_fp8, widened
+from dskit.layers.linear import Linear, Numerics, few, quantize, unpack_fp8, widened
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.rope import rotate
 from dskit.layers.swa import RingPlan, remember_
@@ -162,7 +162,7 @@ def project(o_TAH: Tensor, weight: Tensor, scale: Tensor | None, block: tuple[in
         tiles = [tile @ w_GXO for tile in o_GTX.split(row_tile, dim=1)]
         y_GTO = torch.cat(tiles, dim=1)[:, :T] if tiles else o_GTX.new_empty(groups, 0, w_GXO.shape[-1])
     else:
-        y_GTO = o_GTX @ w_GXO
+        y_GTO = (w_GXO.mT @ o_GTX.mT).mT if few(o_GTX[0], weight) else o_GTX @ w_GXO
     return cast(y_GTO.transpose(0, 1).flatten(1), dtype)
 
 
