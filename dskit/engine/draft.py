@@ -21,11 +21,14 @@ Source: dspark.md 3.2, 3.3, 5.3; model.md 3.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from dskit.engine import sampler
 from dskit.engine.host import Fetch, send
+from dskit.engine.sampler import Drawn
 from dskit.engine.seq import Ahead, Chunk, Proposal, Round, Sampled, Sequence
 from dskit.layers.dspark import accept, accept_block, likeliest
 
@@ -48,10 +51,45 @@ class Drafter:
         """The rounds of chunks that sample; rows 1 + drafts of each, in their order."""
         rows = [Ahead(c.seq, list(c.drafts[:j])) for c in chunks for j in range(1 + len(c.drafts))]
         ids = None if self.coupled or len(rows) == len(chunks) else self._judge(chunks, logits_TV, rows)
-        sampled = iter(sampler.start(logits_TV, rows, ids).read() if rows else ())
+        drawn = sampler.start(logits_TV, rows, ids) if rows else None
+        ahead = self._ahead([c for c in chunks if c.guess], chunks, drawn)
+        sampled = iter(drawn.read() if drawn else ())
         found = [Round(_held([next(sampled) for _ in range(1 + len(c.drafts))], c)) for c in chunks]
-        self._propose([(c, r) for c, r in zip(chunks, found, strict=True) if c.guess and _goes_on(c, r)])
+        live = [(c, r) for c, r in zip(chunks, found, strict=True) if c.guess and _goes_on(c, r)]
+        if ahead is None:
+            self._propose(live)
+        else:
+            told = dict(zip((c.seq.slot for c in chunks if c.guess), ahead(), strict=True))
+            for chunk, round in live:
+                round.proposal = told[chunk.seq.slot]
         return found
+
+    def _ahead(self, guess: list[Chunk], chunks: list[Chunk], drawn: Drawn | None
+               ) -> Callable[[], Iterator[Proposal]] | None:
+        """Let the draft guess before the host has seen what held; None where it has to see it.
+
+        The function that comes back reads a proposal of each, for those too that this round ends.
+        """
+        params = [c.seq.params for c in guess]
+        if not (guess and self.runner.asynchronous and all(p.greedy and not p.edits_logits for p in params)):
+            return None
+        G, rows, at = self.runner.config.dspark_block_size, [], 0
+        for chunk in chunks:
+            if chunk.guess:
+                slots = (chunk.origin or chunk).seq.slot, chunk.seq.slot
+                none = [-1] * (G - len(chunk.drafts))
+                rows.append([*slots, chunk.seq.position, at, *chunk.drafts, *none])
+            at += 1 + len(chunk.drafts)
+        told = send(torch.tensor(rows), drawn.ids_R.device)
+        slot, own, position, first = told[:, :4].T
+        place = (first[:, None] + torch.arange(G, device=told.device)).clamp_max(at - 1)
+        held = (drawn.ids_R[place] == told[:, 4:]).long().cumprod(-1).sum(-1)
+        newest = drawn.ids_R[first + held]
+        tokens, logits, confidence = self.runner.draft(torch.stack((slot, position + held, newest)))
+        if not self.coupled:
+            self._q(logits[:, 0])[own] = logits
+        fetch = Fetch([tokens, confidence])
+        return lambda: (Proposal(*one) for one in zip(*(p.tolist() for p in fetch.wait()), strict=True))
 
     def _judge(self, chunks: list[Chunk], logits_TV: Tensor, rows: list[Ahead]) -> Tensor:
         """Not coupled: per row the draft where it holds, then the token that follows; what is behind, any."""
@@ -72,7 +110,8 @@ class Drafter:
         place = torch.arange(G + 1, device=device)
         tokens = torch.nn.functional.pad(tokens, (0, 1))
         ids = torch.where(place < held[:, None], tokens, after[:, None])
-        return ids[place <= lengths[:, None]]
+        rows = [i * (G + 1) + j for i, c in enumerate(chunks) for j in range(1 + len(c.drafts))]
+        return ids.flatten()[send(torch.tensor(rows), device)]
 
     def _propose(self, live: list[tuple[Chunk, Round]]) -> None:
         """Let the draft guess what follows each round."""

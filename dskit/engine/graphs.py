@@ -321,14 +321,13 @@ class Graphs:
         self.counts["eager_steps" if found is None else "graph_steps"] += 1
         return None if found is None else found[0]
 
-    def guess(self, rounds: list[tuple[int, int, int]]) -> tuple[Tensor, ...] | None:
-        """`Model.guess` for (slot, start, newest token) each, or None where it has to run eagerly."""
-        rows = len(rounds) * self.runner.config.dspark_block_size
-        return self._outputs(Size("guess", padded(len(rounds))), rounds, rows)
-
-    def draft(self, rounds: list[tuple[int, int, int]]) -> tuple[Tensor, ...] | None:
-        """`Model.draft` of the likeliest tokens, likewise."""
-        return self._outputs(Size("draft", padded(len(rounds))), rounds, len(rounds))
+    def draft(self, rounds_3B: Tensor, greedy: bool) -> tuple[Tensor, ...] | None:
+        """`Model.draft` of the likeliest tokens for slots, starts and newest tokens, or else `Model.guess`;
+        None where it has to run eagerly.
+        """
+        rounds = rounds_3B.shape[1]
+        rows = rounds if greedy else rounds * self.runner.config.dspark_block_size
+        return self._outputs(Size("draft" if greedy else "guess", padded(rounds)), rounds_3B, rows)
 
     def prefill(self, through: Callable[..., State], layers: range, state: State, step: Step, memory: Memory,
                 shared: Global) -> State:
@@ -438,19 +437,21 @@ class Graphs:
             step.found = Fetched(runner.engram, step.gram, pause)
         return (runner.model(step, runner.memory),)
 
-    def _guesses(self, inputs: Step, pause: Pause) -> tuple[Tensor, Tensor]:
-        return self.runner.model.guess(self.runner.arrive(inputs, unknown=False), self.runner.memory)
+    def _guesses(self, rounds_3B: Tensor, pause: Pause) -> tuple[Tensor, Tensor]:
+        return self.runner.model.guess(self.runner.block(rounds_3B), self.runner.memory)
 
-    def _drafts(self, inputs: Step, pause: Pause) -> tuple[Tensor, Tensor, Tensor]:
-        runner, G = self.runner, self.runner.config.dspark_block_size
-        step, shape = runner.arrive(inputs, unknown=False), (len(inputs.ids) // G, G)
-        return runner.model.draft(step, runner.memory, shape, likeliest)
+    def _drafts(self, rounds_3B: Tensor, pause: Pause) -> tuple[Tensor, Tensor, Tensor]:
+        runner, shape = self.runner, (rounds_3B.shape[1], self.runner.config.dspark_block_size)
+        return runner.model.draft(runner.block(rounds_3B), runner.memory, shape, likeliest)
 
-    def _inputs(self, size: Size, work: list[Any]) -> Step | None:
-        """A step as it is laid out, in the shapes of its size; None where it holds what a graph does not."""
+    def _inputs(self, size: Size, work: list[Any] | Tensor) -> Step | Tensor | None:
+        """A step as it is laid out, or a draft's rounds, in the shapes of its size; None where a step holds
+        what a graph does not.
+        """
         runner = self.runner
         if size.kind != "decode":
-            return runner.lay_out_block([*work, *[(0, 0, 0)] * (size.rows - len(work))])
+            rounds = work if len(work) else torch.zeros(3, 0, dtype=torch.int64, device=runner.device)
+            return F.pad(rounds, (0, size.rows - rounds.shape[1]))
         fillers = [runner.placeholder()] * (size.rows - sum(w.stop - w.start for w in work))
         step = runner.lay_out([*work, *fillers])
         if step.tail is not None or step.windows[0].history is not None:

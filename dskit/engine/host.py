@@ -69,7 +69,11 @@ class Parcel:
         self.value = mapped(like, lambda leaf: self._buffer[next(spans)].view(leaf.dtype).view(leaf.shape))
 
     def fill(self, value: Any) -> Any:
-        """Bring host tensors of the same sizes; gives them as they will be on the device."""
+        """Bring host tensors of the same sizes, or one that is there already; gives them as they will be on
+        the device.
+        """
+        if isinstance(value, Tensor):
+            return self.value.copy_(value)
         packed = torch.empty(len(self._buffer), dtype=torch.uint8, pin_memory=self._buffer.is_cuda)
         bytes_ = packed.numpy()
         for span, leaf in zip(self._spans, leaves(value), strict=True):

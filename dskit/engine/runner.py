@@ -228,9 +228,8 @@ class ModelRunner:
                 for each in {1, longest}:
                     self.run([work(each, stop, 0)] * count, kind="decode")
             if longest > 1:
-                self.propose([0] * count, [length - 1] * count, [0] * count, lambda logits: logits.argmax(-1))
+                self.propose([0] * count, [length - 1] * count, [0] * count)
 
-    @torch.inference_mode()
     def propose(self, slots: list[int], starts: list[int], newest: list[int],
                 pick: Callable[[Tensor], Tensor] = likeliest) -> tuple[Tensor, Tensor, Tensor]:
         """What the draft says follows the newest token of each slot, which stands at `starts`.
@@ -238,36 +237,38 @@ class ModelRunner:
         Gives tokens [B, G], the logits [B, G, V] that `pick` drew them from, and logits [B, G] of the
         confidence in each. The caches stay as they are.
         """
-        rounds, shape = list(zip(slots, starts, newest, strict=True)), (len(slots), self.rows_per_round - 1)
-        with ops.step("decode"):
-            if self.graphs and pick is likeliest and (found := self.graphs.draft(rounds)):
-                return found
-            found = self.graphs.guess(rounds) if self.graphs and pick is not likeliest else None
-            if found is None:
-                step = self.arrive(send_all(self.lay_out_block(rounds), self.device), unknown=False)
-                found = self.model.guess(step, self.memory)
-            ids = send(torch.tensor(newest, dtype=torch.int64), self.device)
-            return self.model.walk(*found, ids, shape, pick)
+        return self.draft(send(torch.tensor([slots, starts, newest], dtype=torch.int64), self.device), pick)
 
-    def lay_out_block(self, rounds: list[tuple[int, int, int]]) -> Step:
-        """Rows [newest token, noise ...] of each (slot, start, newest token), as `lay_out` leaves them.
+    @torch.inference_mode()
+    def draft(self, rounds_3B: Tensor, pick: Callable[[Tensor], Tensor] = likeliest
+              ) -> tuple[Tensor, Tensor, Tensor]:
+        """`propose` where the device has slots, starts and newest tokens already."""
+        greedy, shape = pick is likeliest, (rounds_3B.shape[1], self.rows_per_round - 1)
+        with ops.step("decode"):
+            found = self.graphs.draft(rounds_3B, greedy) if self.graphs else None
+            if greedy and found:
+                return found
+            x, base = found or self.model.guess(self.block(rounds_3B), self.memory)
+            return self.model.walk(x, base, rounds_3B[2], shape, pick)
+
+    def block(self, rounds_3B: Tensor) -> Step:
+        """Rows [newest token, noise ...] of slots whose newest token stands at a start.
 
         All see the window before them and the whole block.
         """
         config, ring = self.config, pools.window_ring(self.config)
-        slots, starts, newest = np.array(rounds, dtype=np.int64).reshape(-1, 3).T
-        B, G = len(slots), config.dspark_block_size
-        before = starts[:, None] + np.arange(-config.sliding_window, 0)
-        history = np.where(before < 0, 0, slots[:, None] * ring + before % ring)
-        seen = np.where(before < 0, -1, np.arange(before.size).reshape(before.shape))
-        own = before.size + np.arange(B * G).reshape(B, G)
-        read = np.repeat(np.concatenate((seen, own), axis=1), G, axis=0)
-        nothing = np.empty(0, dtype=np.int64)
-        plan = RingPlan(*(_tensor(a) for a in (read, history.ravel(), nothing, nothing)))
-        ids = np.full((B, G), config.dspark_noise_token_id)
-        ids[:, 0] = newest
-        pos = starts[:, None] + np.arange(G)
-        return Step(_tensor(ids.ravel()), _tensor(pos.ravel()), {}, (plan, plan))
+        (slot, start, newest), (B, G) = rounds_3B[..., None], (rounds_3B.shape[1], config.dspark_block_size)
+        before = start + torch.arange(-config.sliding_window, 0, device=self.device)
+        history = torch.where(before < 0, 0, slot * ring + before % ring)
+        line = torch.arange(before.numel() + B * G, device=self.device)  # the windows, then the blocks
+        seen = torch.where(before < 0, -1, line[: before.numel()].view_as(before))
+        read = torch.cat((seen, line[before.numel() :].view(B, G)), dim=1)
+        read = read[:, None].expand(-1, G, -1).flatten(0, 1)
+        nothing = line[:0]
+        plan = RingPlan(read, history.flatten(), nothing, nothing)
+        ids = torch.nn.functional.pad(newest, (0, G - 1), value=config.dspark_noise_token_id)
+        pos = start + torch.arange(G, device=self.device)
+        return self.arrive(Step(ids.flatten(), pos.flatten(), {}, (plan, plan)), unknown=False)
 
     def publish(self, slots: list[int], ids: Tensor) -> None:
         """Note the newest token of each slot, for steps that are planned before it is known."""

@@ -276,6 +276,8 @@ def test_a_row_that_is_not_finite_ends_its_request_alone():
 class Toy:
     """A draft and a model over three tokens, each one's next-token logits from the last token alone."""
 
+    asynchronous = False
+
     def __init__(self, runs):
         r = torch.Generator().manual_seed(3)
         self.p, self.q = (2 * torch.randn(3, 3, generator=r) for _ in range(2))
@@ -391,6 +393,24 @@ def test_a_real_draft_changes_nothing(model, settings):
             assert [r.token_ids for r in found] == [r.token_ids for r in want]
         drafted.engine.check()
         assert all(r.usage.drafted > 0 for r in found)
+
+
+@pytest.mark.parametrize("accept", ["coupled", "rejection"])
+def test_guesses_before_the_host_has_looked_are_the_same(model, accept):
+    """As on a GPU, where the draft begins on what the device knows, with a fork and an aborted request."""
+    found, params = [], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    work = [(prompt, params) for prompt in (*PROMPTS, PROMPTS[1])]
+    for ahead in (False, True):
+        with LLM(model, canary="raise", accept=accept, speculate="static") as llm:
+            llm.engine.runner.asynchronous = ahead
+            handles = llm.engine.submit_all(work)
+            llm.step()
+            handles[0].cancel()
+            found.append([(r.token_ids, r.usage.rounds, r.usage.drafted, r.usage.accepted)
+                          for r in (handle.result() for handle in handles[1:])])
+            found[-1] += [record.confidence for record in llm.engine.rounds()]
+            llm.engine.check()
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_rank_without_requests_drafts_nothing(model):

@@ -355,18 +355,18 @@ def test_a_step_passes_nothing_between_host_and_device(looks, preset):
     runner.run([Work(w.seq_slot, w.blocks, w.tokens, 0, w.start, w.start) for w in work])
     held = graphs.Graphs(runner, None)
     inputs = held._inputs(graphs.Size("decode", 4, 256), work)
-    guess, draft = (held._inputs(graphs.Size(kind, 2), [(1, 71, 5)]) for kind in ("guess", "draft"))
+    rounds = held._inputs(graphs.Size("draft", 2), torch.tensor([[1], [71], [5]]))
     with torch.inference_mode(), ops.step("decode"):
         want = held._logits(inputs, directly)  # fills caches, as before a capture
-        held._drafts(draft, directly)
+        held._drafts(rounds, directly)
         step, layers = runner.step([Work(2, [3, 4], IDS, 0, 40, 40)]), range(len(model.layers))
         given = step.ids, step.pos, step.gram, model.streams(step.ids)
         held._room(0, given).fill(given, held._index(40, 40))
         held._stand_aside(40)
         with looks, graphs.Unbroken() as unbroken:
             found = held._logits(inputs, unbroken.pause)
-            held._guesses(guess, unbroken.pause)
-            held._drafts(draft, unbroken.pause)
+            held._guesses(rounds, unbroken.pause)
+            held._drafts(rounds, unbroken.pause)
             held._through(graphs.Size("prefill", 40, layers=layers), unbroken.pause)
         assert torch.equal(found[0], want[0])
         asking = ops.use({"moe.experts": "torch"})  # the host for each row's experts
