@@ -34,6 +34,7 @@ sampler.py    logits become one token: penalties, temperature, filters, a counte
 grammar.py    structured output: which tokens may follow, from a schema, a pattern or a grammar
 text.py       ids become text as they arrive: UTF-8 borders, stop strings
 exchange.py   experts on several ranks: which slot is where, rows there and answers back
+deepep.py     the same by DeepEP, where that is installed
 window.py     memory that GPUs of one NVLink domain write to each other, for the exchange
 dist.py       the ranks of a group: who is there, what they agree on before a step
 ranks.py      one engine on several ranks: they step together, rank 0 hands requests out

@@ -10,6 +10,7 @@ Gloo, which does not wait for the device:
     rows      of its plan
     wants     it could start a prompt now: a vote for what the next step is
     running   sequences that decode
+    rounds    sequences whose next token it chooses: so many the draft may guess for
     epoch     number of the agreement; a rank that has skipped one is found out here, on every rank
 
 Experts too: weights are placed by physical slot from the start; exchange.py says how a slot map is replaced.
@@ -76,6 +77,7 @@ class Row:
     rows: int
     wants: int
     running: int
+    rounds: int
     epoch: int
 
 
@@ -102,10 +104,10 @@ class Group:
         for made in filter(None, (self.tables, self.peers.group)):  # NCCL connects when first used: now
             dist.all_reduce(torch.zeros(1, device=device), group=made)
 
-    def agree(self, kind: int, rows: int, wants: bool, running: int) -> list[Row]:
+    def agree(self, kind: int, rows: int, wants: bool, running: int, rounds: int) -> list[Row]:
         """One message: this rank's row goes to all, and all rows come back."""
         self.epoch += 1
-        mine = torch.tensor(astuple(Row(kind, rows, int(wants), running, self.epoch)))
+        mine = torch.tensor(astuple(Row(kind, rows, int(wants), running, rounds, self.epoch)))
         table = torch.empty(self.size, len(mine), dtype=torch.int64)
         dist.gather(mine, list(table) if self.rank == 0 else None, dst=0, group=self.control)
         dist.broadcast(table, 0, group=self.control)

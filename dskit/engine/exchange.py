@@ -24,8 +24,8 @@ each slot has computed.
 
 Implementations: `torch` sends as many rows as there are, which the hosts tell each other. `triton` writes
 into a window of the peers' memory (window.py) that has room for as many rows of each rank as they agreed on;
-no host waits, so that CUDA graphs can hold it. Whatever the way, a slot of -1 is no choice, and a row of
-nothing but -1 is no row.
+no host waits, so that CUDA graphs can hold it. `deepep` is another library's (deepep.py). Whatever the way, a
+slot of -1 is no choice, and a row of nothing but -1 is no row.
 
 Shapes: x_TD, expert_TJ, weight_TJ (T may be 0); S rows sent, R received.
 State: slot maps and counts live on the model's device; `Peers.rows` is set before a step, on all ranks alike.
@@ -37,7 +37,8 @@ Source: engine.md sections 11.3, 12.1.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +47,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dskit import ops
-from dskit.engine import eplb
+from dskit.engine import deepep, eplb
 from dskit.engine.window import Apart, Window, open_window
 from dskit.layers.linear import Numerics, decode, encode
 from dskit.layers.moe import MoE
 from dskit.model import Model
 
 logger = logging.getLogger("dskit.engine")
+RECEIVED = 16384
+ALIKE = -1
 
 
 @dataclass(eq=False)
@@ -60,7 +63,8 @@ class Peers:
     """The ranks that share experts: which of them this is, and the group that carries rows (None: alone).
 
     window: of this rank into the others' memory; `apart` says why there is none.
-    rows: as many as any of them brings to the step at hand; None: that is not agreed.
+    rows: as many as any of them brings to the step at hand; ALIKE: all bring as many as this one; None: that
+    is not agreed. live: on the device, how many of the rows at hand are some (None: all).
     """
 
     rank: int = 0
@@ -70,15 +74,47 @@ class Peers:
     window: Window | None = None
     apart: str = "none was opened"
     rows: int | None = None
+    live: Tensor | None = None
 
-    def open(self, device: torch.device, width: int, choices: int, numerics: Numerics) -> None:
-        """Open the window, all ranks at once; where it cannot be, `apart` says why."""
+    def open(self, model: Model, rows: int) -> None:
+        """Open the window for steps of so many rows of a rank, all ranks at once; where it cannot be, `apart`
+        says why.
+
+        It has room for RECEIVED rows at most: beyond, what fixed sizes make of rows that do not come costs
+        more than it saves.
+        """
+        weight, how = model.norm.weight, model.numerics
+        choices = max(module.gate.k for module in model.modules() if isinstance(module, MoE))
         try:
-            self.window = open_window(self.group, device, self.max_rows, width, choices, numerics.dtype,
-                                      numerics.steady)
+            self.window = open_window(self.group, weight.device, min(rows, RECEIVED // self.size),
+                                      len(weight), choices, how.dtype, how.steady)
         except Apart as why:
             self.apart = str(why)
             logger.info("rows travel by %s: %s", dist.get_backend(self.group), why)
+
+    def direct(self, numerics: Numerics) -> bool:
+        """Whether kernels write into the window, as they are chosen now: then a graph can hold a step."""
+        if self.window is None:
+            return False
+        there, back = dispatch, combine
+        row = torch.empty(1, 1, dtype=numerics.dtype, device=self.window.own.device)
+        args = row, row.long(), row.float(), 1, format_of(numerics), self, 1
+        choices = [op.selected["decode"][0] for op in (there, back)]
+        return (all(choice in ("triton", "auto") for choice in choices)
+                and not any(op.aside("triton") for op, choice in zip((there, back), choices, strict=True)
+                            if choice == "auto")
+                and there.implementation("triton").why_not(args, {}) is None)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """While a graph is captured, which repeats what is run now: no other rank takes part."""
+        self.live = self.window.live
+        self.window.alone.fill_(1)
+        try:
+            yield
+        finally:
+            self.live = None
+            self.window.alone.fill_(0)
 
 
 # ---- where experts are -------------------------------------------------------------------------------------
@@ -195,6 +231,10 @@ def combine(y: Tensor, trip: Trip, each: bool, peers: Peers) -> tuple[Tensor, Te
     return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))), place
 
 
+ops.implement("exchange.dispatch", "deepep", when=deepep.why_not)(deepep.dispatch)
+ops.implement("exchange.combine", "deepep", when=deepep.why_not_back)(deepep.combine)
+
+
 def _parcel(parts: list[Tensor]) -> Tensor:
     """Tensors with a row for each of the same things as bytes side by side."""
     whole = (part.clone(memory_format=torch.contiguous_format) for part in parts)
@@ -220,12 +260,17 @@ def _swap(rows: Tensor, sent: list[int] | None, received: list[int] | None, peer
 # ---- what a layer gets -------------------------------------------------------------------------------------
 
 
+def format_of(numerics: Numerics) -> str | None:
+    """What rows travel in; None: as they are."""
+    return numerics.activation_format if numerics.release else None
+
+
 class Exchange:
     """Carries the rows of one MoE layer to its experts and back."""
 
     def __init__(self, map: SlotMap, peers: Peers, numerics: Numerics):
         self.map, self.peers, self.each = map, peers, numerics.steady
-        self.fmt = numerics.activation_format if numerics.release else None
+        self.fmt = format_of(numerics)
         self.slots = len(map.phys2log) // peers.size
         self.load = torch.zeros(self.slots, dtype=torch.int64, device=map.count.device)
 
@@ -236,7 +281,8 @@ class Exchange:
         In steady numerics each choice is a row of its own, [R * J, 1].
         """
         slot_TJ, peers = self.map.slots(expert_TJ, self.peers.rank), self.peers
-        x, weight, trip = dispatch(x_TD, slot_TJ, weight_TJ, self.slots, self.fmt, peers, peers.rows)
+        rows = len(x_TD) if peers.rows == ALIKE else peers.rows
+        x, weight, trip = dispatch(x_TD, slot_TJ, weight_TJ, self.slots, self.fmt, peers, rows)
         slot = trip.slot_RJ
         self.load.index_add_(0, slot.flatten().clamp(min=0), (slot >= 0).flatten().to(self.load.dtype))
         if self.each:

@@ -19,6 +19,9 @@ Before a graph is captured its step is run under `Unbroken`, which refuses what 
 where it stands; before it serves, it is also run as it is, and the two must agree. Where one of them fails,
 such steps run eagerly; so do steps whose calls of ops somebody watches, in a profile say.
 
+Where experts lie on several ranks, a decode step has as many rows as the rank with the most, padded. Each
+rank captures for itself (`Peers.captured`), and compares nothing, since the others take part in a step once.
+
 Shapes: a graph per `Size`; the first rows of its outputs are the step's own.
 State: one Graphs per runner, with one memory pool: a graph's outputs hold until another one runs. `counts`
 says how often which way was taken.
@@ -33,7 +36,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dskit import ops
 from dskit.engine.engram import Placement, Remote
+from dskit.engine.exchange import ALIKE
 from dskit.engine.host import Parcel, leaves, mapped
 from dskit.engine.spec import padded
 from dskit.layers.dspark import likeliest
@@ -316,7 +320,7 @@ class Graphs:
     def decode(self, work: list[Any]) -> Tensor | None:
         """Logits of a decode step, or None where it has to run eagerly."""
         rows, stop = sum(w.stop - w.start for w in work), max((w.stop for w in work), default=0)
-        size = Size("decode", padded(rows), max(LEAST_POSITIONS, 1 << (stop - 1).bit_length()))
+        size = Size("decode", self._padded(rows), max(LEAST_POSITIONS, 1 << (stop - 1).bit_length()))
         found = self._outputs(size, work, rows)
         self.counts["eager_steps" if found is None else "graph_steps"] += 1
         return None if found is None else found[0]
@@ -325,15 +329,16 @@ class Graphs:
         """`Model.draft` of the likeliest tokens for slots, starts and newest tokens, or else `Model.guess`;
         None where it has to run eagerly.
         """
-        rounds = rounds_3B.shape[1]
-        rows = rounds if greedy else rounds * self.runner.config.dspark_block_size
-        return self._outputs(Size("draft" if greedy else "guess", padded(rounds)), rounds_3B, rows)
+        rounds, G = rounds_3B.shape[1], self.runner.config.dspark_block_size
+        size = Size("draft" if greedy else "guess", self._padded(rounds, G))
+        return self._outputs(size, rounds_3B, rounds if greedy else rounds * G)
 
     def prefill(self, through: Callable[..., State], layers: range, state: State, step: Step, memory: Memory,
                 shared: Global) -> State:
         """`Model.through`, as a Step runs it: by a graph, where there can be one."""
         rows, size, graph = len(step.ids), Size("prefill", _in_octaves(len(step.ids)), layers=layers), None
-        if rows and layers and step.image is None and not ops.pinned() and self._able(size):
+        alone = self.runner.peers is None  # an exchange has the size of the rank with the most rows
+        if alone and rows and layers and step.image is None and not ops.pinned() and self._able(size):
             given, index = (step.ids, step.pos, step.gram, state), self._index(rows, size.rows)
             self._room(layers.start, given).fill(given, index)
             graph = self._graph(size)
@@ -344,6 +349,13 @@ class Graphs:
         self._now = step, shared, index
         graph.replay()
         return mapped(graph.outputs, lambda of: of[:rows])
+
+    def _padded(self, count: int, each: int = 1) -> int:
+        """The size for so many rows or rounds of `each` rows: of the rank that has the most, since exchanges
+        of rows have one size on all.
+        """
+        peers = self.runner.peers
+        return padded(count) if peers is None or peers.rows == ALIKE else peers.rows // each
 
     @torch.inference_mode()
     def recapture(self) -> int:
@@ -369,7 +381,8 @@ class Graphs:
 
     def _outputs(self, size: Size, work: list[Any], rows: int) -> tuple[Tensor, ...] | None:
         """The first rows of what a step gives, by the graph of its size; None: there is none."""
-        inputs = self._inputs(size, work) if rows and self._able(size) else None
+        some = self._shared(size, work) if self.runner.peers else rows > 0
+        inputs = self._inputs(size, work) if some and self._able(size) else None
         graph = self._graph(size) if inputs is not None else None
         if graph is None:
             return None
@@ -378,6 +391,17 @@ class Graphs:
             return None
         graph.replay()
         return tuple(of[:rows].clone() for of in graph.outputs)
+
+    def _shared(self, size: Size, work: list[Any] | Tensor) -> bool:
+        """Say how many rows are live; others' need the experts here even if none is. False: too many."""
+        window, each = self.runner.peers.window, 1
+        if size.kind == "decode":
+            live = sum(w.stop - w.start for w in work)
+        else:
+            each = self.runner.config.dspark_block_size
+            live = work.shape[1] * each
+        window.live.fill_(live)
+        return size.rows * each <= window.max_rows
 
     def _graph(self, size: Size) -> Graph | None:
         """The graph of a size, captured now if it is new; None if that failed."""
@@ -403,10 +427,12 @@ class Graphs:
             inputs = Parcel(nobody, self.runner.device)
             launches = {"decode": self._logits, "guess": self._guesses, "draft": self._drafts}[size.kind]
             work = partial(launches, inputs.fill(nobody))
-        work(directly)  # compiles kernels, fills caches
-        with Unbroken() as unbroken:
-            work(unbroken.pause)
-        return Graph(work, inputs, *self.backend.capture(work))
+        peers = self.runner.peers
+        with nullcontext() if peers is None else peers.captured():
+            work(directly)  # compiles kernels, fills caches
+            with Unbroken() as unbroken:
+                work(unbroken.pause)
+            return Graph(work, inputs, *self.backend.capture(work), checked=peers is not None)
 
     def _sound(self, graph: Graph, size: Size) -> bool:
         """Whether a graph gives what its launches give for the inputs that it has; asked once."""

@@ -181,6 +181,12 @@ class LLM:
                 progress=loading,
             )
         rebalancer = Rebalancer.of(model, peers, cfg) if peers.size > 1 else None
+        if peers.size > 1:
+            each = 1 + model.config.dspark_block_size * cfg.drafts  # rows of a sequence that decodes
+            peers.open(model, spec.padded(max(cfg.max_num_batched_tokens, cfg.max_num_seqs * each)))
+        # a graph repeats no collective of torch.distributed; kernels that write to peers it does
+        repeats = peers.size == 1 or peers.direct(model.numerics)
+        repeats = repeats and not (placement and placement.name == "shard")
         self.model, self.config, self.device = model, model.config, model.norm.weight.device
         self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
         self.tokenizer = tokenizer or self._tokenizer()
@@ -199,7 +205,8 @@ class LLM:
             replay=cfg.replay,
             keep=cfg.keep_tokens,
             drafts=cfg.drafts,
-            enforce_eager=cfg.enforce_eager or group is not None,  # rows travel by counts that a host reads
+            enforce_eager=cfg.enforce_eager or (group is not None and not repeats),
+            peers=peers if peers.size > 1 else None,
             engram=placement and placement.serve(model),
         )
         self.engram = runner.engram

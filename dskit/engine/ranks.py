@@ -53,11 +53,13 @@ import torch
 import torch.distributed as dist
 
 from dskit.engine.dist import DECODE, IDLE, LOADING, PREFILL, STOP, Group, GroupError, Parallel, Watchdog
+from dskit.engine.exchange import ALIKE
 from dskit.engine.grammar import State
 from dskit.engine.loop import Engine, Flight, Handle
 from dskit.engine.rebalance import Rebalancer
 from dskit.engine.runner import Work
 from dskit.engine.seq import Request, RequestError, Result, StepPlan, StepResult, TokenEvent, Usage
+from dskit.engine.spec import padded
 
 logger = logging.getLogger("dskit.engine")
 TOGETHER = 70  # decode steps after which a prompt is begun if every rank has one
@@ -82,6 +84,7 @@ class RankEngine(Engine):
         self._kind, self._since = DECODE, 0  # of the next step; decode steps since the last prefill
         self._closing = self._over = False  # rank 0 wants the end; all have agreed on it
         self._resting = False
+        self._most = 0, 0  # rows of a rank in this step, and sequences whose next token it chooses
         self._watchdog: Watchdog | None = None
         self.dummies = 0  # steps without rows of this rank
 
@@ -91,6 +94,7 @@ class RankEngine(Engine):
         The first steps of a new machine take longer than a rank may be silent later on.
         """
         with self._turn():
+            self._bring(ALIKE)
             length = min(self.cfg.max_model_len, WARM)
             self.runner.warm_up(self.cfg.max_num_batched_tokens, self.cfg.max_num_seqs, length)
             if self.rebalancer is not None:
@@ -176,6 +180,7 @@ class RankEngine(Engine):
         self._over, self._resting = kind == STOP, kind == IDLE and not any(row.wants for row in table)
         if kind in NAMES:
             self.dummies += plan is None
+            self._most = max(row.rows for row in table), max(row.rounds for row in table)
             events += self._fly(plan or StepPlan(NAMES[kind], []), time.perf_counter() - begin)
         self._vote(kind, table)
         if self.failure:
@@ -195,7 +200,8 @@ class RankEngine(Engine):
     def _agree(self, plan: StepPlan | None) -> list:
         kind = STOP if self._closing else IDLE if plan is None else self._kind
         wants = not self._closing and self.scheduler.wants_prefill
-        return self.group.agree(kind, plan.rows if plan else 0, wants, len(self.scheduler.running))
+        rows, rounds = (plan.rows, len(plan.chunks)) if plan else (0, 0)
+        return self.group.agree(kind, rows, wants, len(self.scheduler.running), rounds)
 
     def _vote(self, kind: int, table: list) -> None:
         """What the next step is; every rank comes to the same."""
@@ -205,6 +211,19 @@ class RankEngine(Engine):
         due = due or not any(row.running for row in table)
         together = all(wants) and self._since % TOGETHER == 0
         self._kind = PREFILL if (any(wants) and due) or together else DECODE
+
+    def _launch(self, plan: StepPlan, plan_s: float) -> Flight:
+        """The experts' ranks know how many rows any of them brings."""
+        self._device.submit(self._bring, padded(self._most[0]))
+        return super()._launch(plan, plan_s)
+
+    def _sample(self, flight: Flight) -> None:
+        """The draft has a block of rows for each sequence."""
+        self._device.submit(self._bring, padded(self._most[1]) * self.runner.config.dspark_block_size)
+        super()._sample(flight)
+
+    def _bring(self, rows: int) -> None:
+        self.group.peers.rows = rows
 
     def _forward(self, work: list[Work], plan: StepPlan) -> torch.Tensor:
         logits = self.runner.run(work, plan.copies, plan.kind)  # the same kernels on all ranks

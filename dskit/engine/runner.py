@@ -29,6 +29,7 @@ from torch import Tensor
 from dskit import ops
 from dskit.engine import pools
 from dskit.engine.engram import Placement
+from dskit.engine.exchange import Peers
 from dskit.engine.graphs import Cuda, Graphs
 from dskit.engine.host import send, send_all
 from dskit.engine.seq import Copies
@@ -156,11 +157,13 @@ class ModelRunner:
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int, num_slots: int, replay: str = "off",
                  keep: int | None = None, cache_storage: str | None = None, drafts: bool = False,
-                 engram: Placement | None = None, enforce_eager: bool = False):
+                 engram: Placement | None = None, enforce_eager: bool = False,
+                 peers: Peers | None = None):
         self.model, self.config, self.block_size = model, model.config, block_size
         self.num_blocks, self.num_slots = num_blocks, num_slots
         self.device = model.norm.weight.device
         self.asynchronous = self.device.type == "cuda"  # `run` only queues the work
+        self.peers = peers  # those that share its experts, and take part in every step
         self.graphs = Graphs(self, Cuda()) if self.asynchronous and not enforce_eager else None
         self.newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)  # token of each slot
         self.engram = None
@@ -198,6 +201,7 @@ class ModelRunner:
             self.engram.waits.lookups += sum(w.stop - w.start for w in work)
         longest = self.rows_per_round
         decodes = all(w.start >= w.prompt_len and w.stop - w.start <= longest for w in work)
+        decodes = decodes and kind != "prefill"  # of other ranks, where this one has no rows
         with ops.step(kind or ("decode" if decodes else "prefill")):
             logits = self.graphs.decode(work) if self.graphs and decodes else None
             if logits is None:

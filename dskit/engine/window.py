@@ -18,7 +18,8 @@ last ones.
 
 Shapes: J is the most choices of a row.
 Units: `at` is bytes from the begin.
-State: one window per expert group, for all layers; `seen` counts what each program here has awaited.
+State: one window per expert group, for all layers; `seen` counts what each program here has awaited; while
+`alone` is 1 no peer is written to or waited for; `live`: rows that are some, of those of a graph.
 Errors: Apart says why the ranks of a group have no window.
 Source: engine.md section 11.3, kernels.md 5.4.
 """
@@ -51,6 +52,8 @@ class Window:
         self.own, self.address_K, self.at, self.max_rows, self.processors = (
             own, address_K, at, max_rows, processors)
         self.seen = torch.zeros(2, PROGRAMS, dtype=torch.int64, device=own.device)
+        self.alone = torch.zeros(1, dtype=torch.int32, device=own.device)
+        self.live = torch.zeros(1, dtype=torch.int64, device=own.device)
 
     def part(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
         """The begin of a part of this rank's bytes as a tensor."""

@@ -10,6 +10,9 @@ Idea
         dispatch   x -> FP8 codes and scales, or x as it is -> peers | flags | codes -> x
         combine    answers -> the ranks that asked, where moe.combine finds them | flags
 
+    What is run for itself alone, as a graph is captured, touches no peer; and a graph, which has more rows
+    than there are, reads how many are live.
+
     A program that waits keeps its multiprocessor, so there are fewer of them than those: what runs beside
     and waits for peers as well, such as NCCL, finds room.  A flag counts calls, which every rank makes in
     the same order; engine/window.py says why two sets of buffers are not needed.
@@ -86,22 +89,21 @@ class Trip:
 # ---- flags -------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _raise(address_ptr, flags_at, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGS: tl.constexpr,
-           PEERS: tl.constexpr):
+def _raise(address_ptr, flags_at, size, RANK: tl.constexpr, FLAGS: tl.constexpr, PEERS: tl.constexpr):
     """Tell the same program of every peer that all this one has written is there."""
     tl.debug_barrier()  # what other threads have written comes before the release of those that tell
     k = tl.arange(0, PEERS)
-    peer = (k < SIZE) & (k != RANK)
+    peer = (k < size) & (k != RANK)
     at = tl.load(address_ptr + k, mask=peer, other=0) + flags_at + (RANK * FLAGS + tl.program_id(0)) * 8
     one = tl.full((PEERS,), 1, tl.int64)
     tl.atomic_add(at.to(tl.pointer_type(tl.int64)), one, mask=peer, sem="release", scope="sys")
 
 
 @triton.jit
-def _await(flags_ptr, due, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGS: tl.constexpr, PEERS: tl.constexpr):
+def _await(flags_ptr, due, size, RANK: tl.constexpr, FLAGS: tl.constexpr, PEERS: tl.constexpr):
     """Wait until the same program of every peer has told so `due` times."""
     k = tl.arange(0, PEERS)
-    peer = (k < SIZE) & (k != RANK)
+    peer = (k < size) & (k != RANK)
     nothing = tl.full((PEERS,), 0, tl.int64)
     flag_ptr = flags_ptr + k * FLAGS + tl.program_id(0)
     least = due - 1
@@ -142,8 +144,8 @@ def _some(slot, EACH: tl.constexpr):
 
 @triton.jit
 def _send(x_ptr, asked_ptr, weight_ptr, address_ptr, rows_at, slots_at, weights_at, item, T, rows, slots,
-          stride_x, stride_row, RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr,
-          KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+          stride_x, stride_row, size, RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+          J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
           BLOCK_J: tl.constexpr):
     """A piece of some rows to every rank that has a slot for them; with each piece, since its flag is for it
     alone, the slots that say what came.
@@ -161,9 +163,9 @@ def _send(x_ptr, asked_ptr, weight_ptr, address_ptr, rows_at, slots_at, weights_
         code, byte = e4m3_code(value), scale_byte(scale, KIND).reshape(ROWS * EACH)
     row += RANK * rows
     choice += RANK * rows * J
-    inside = (j < J) & (t[:, None] < rows)
     for k in tl.static_range(SIZE):
-        slot = tl.where((asked >= k * slots) & (asked < (k + 1) * slots), asked - k * slots, -1)
+        inside = (j < J) & (t[:, None] < (rows if k == RANK else tl.where(size > 0, rows, 0)))
+        slot = tl.where(inside & (asked >= k * slots) & (asked < (k + 1) * slots), asked - k * slots, -1)
         some = _some(slot, EACH)
         there = _bytes_of(address_ptr, k, rows_at)
         inner = (channel < D) & some[:, None]
@@ -178,50 +180,56 @@ def _send(x_ptr, asked_ptr, weight_ptr, address_ptr, rows_at, slots_at, weights_
 
 
 @triton.jit
-def _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, SIZE: tl.constexpr, D: tl.constexpr,
-             J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-             PIECE: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The same piece of the same rows of every rank, from its codes."""
+def _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, OWN: tl.constexpr, RANK: tl.constexpr,
+             SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+             ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The same piece of the same rows of this rank (`OWN`), or of every other, from its codes."""
     t, row, group, channel = _tile(item, D, ROWS, PIECE, GROUP)
     j = tl.arange(0, BLOCK_J)[None, :]
     inside = (j < J) & (t[:, None] < rows)
     for k in tl.static_range(SIZE):
-        slot = tl.load(slot_ptr + (k * rows + t[:, None]) * J + j, mask=inside, other=-1)
-        some = _some(slot, PIECE // GROUP)
-        there = codes_ptr + (k * rows + row) * stride_row
-        code = tl.load(there[:, None] + channel, mask=(channel < D) & some[:, None], other=0)
-        byte = tl.load(there + D + group, mask=(group * GROUP < D) & some, other=0)
-        x = narrow(from_e4m3(code) * scale_value(byte, KIND)[:, None], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (k * rows + row[:, None]) * D + channel, x, mask=(channel < D) & some[:, None])
+        if (k == RANK) == OWN:
+            slot = tl.load(slot_ptr + (k * rows + t[:, None]) * J + j, mask=inside, other=-1)
+            some = _some(slot, PIECE // GROUP)
+            there = codes_ptr + (k * rows + row) * stride_row
+            code = tl.load(there[:, None] + channel, mask=(channel < D) & some[:, None], other=0)
+            byte = tl.load(there + D + group, mask=(group * GROUP < D) & some, other=0)
+            x = narrow(from_e4m3(code) * scale_value(byte, KIND)[:, None], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (k * rows + row[:, None]) * D + channel, x, mask=(channel < D) & some[:, None])
 
 
 @triton.jit
 def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_ptr, codes_ptr, slot_ptr,
                      seen_ptr, flags_at, rows_at, slots_at, weights_at, T, rows, slots, stride_x, stride_row,
-                     turns, RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr,
-                     KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
-                     BLOCK_J: tl.constexpr, TURN: tl.constexpr, FLAGS: tl.constexpr, PEERS: tl.constexpr,
-                     SEND: tl.constexpr, RECEIVE: tl.constexpr):
+                     live_ptr, alone_ptr, turns, RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                     J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+                     PIECE: tl.constexpr, BLOCK_J: tl.constexpr, TURN: tl.constexpr, FLAGS: tl.constexpr,
+                     PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
     """In turns of TURN items: what came in the last one is restored while the next one travels."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     items = tl.cdiv(rows, ROWS) * ((D + PIECE - 1) // PIECE)
     seen = tl.load(seen_ptr + program)
+    size = tl.where(tl.load(alone_ptr) == 0, SIZE, 0)  # of those that are written to and waited for
+    if live_ptr is not None:
+        T = tl.minimum(tl.load(live_ptr).to(tl.int32), T)
     for turn in range(turns + 1):
         first = turn * TURN * programs + program
         if SEND and turn < turns:
             for item in range(first, tl.minimum(first + TURN * programs, items), programs):
                 _send(x_ptr, asked_ptr, weight_ptr, address_ptr, rows_at, slots_at, weights_at, item, T, rows,
-                      slots, stride_x, stride_row, RANK, SIZE, D, J, KIND, GROUP, ROWS, PIECE, BLOCK_J)
-            _raise(address_ptr, flags_at, RANK, SIZE, FLAGS, PEERS)
+                      slots, stride_x, stride_row, size, RANK, SIZE, D, J, KIND, GROUP, ROWS, PIECE, BLOCK_J)
+            _raise(address_ptr, flags_at, size, RANK, FLAGS, PEERS)
         first -= TURN * programs
         if RECEIVE and turn > 0:
-            _await(flags_ptr, seen + turn, RANK, SIZE, FLAGS, PEERS)
-            if KIND is not None:
-                for item in range(first, tl.minimum(first + TURN * programs, items), programs):
-                    _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, SIZE, D, J, KIND, GROUP,
-                             ROWS, PIECE, BLOCK_J)
+            for own in tl.static_range(1, -1, -1):
+                if own == 0:
+                    _await(flags_ptr, seen + turn, size, RANK, FLAGS, PEERS)
+                if KIND is not None:
+                    for item in range(first, tl.minimum(first + TURN * programs, items), programs):
+                        _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, own == 1, RANK, SIZE,
+                                 D, J, KIND, GROUP, ROWS, PIECE, BLOCK_J)
     if RECEIVE:
-        tl.store(seen_ptr + program, seen + turns)
+        tl.store(seen_ptr + program, tl.where(size > 0, seen + turns, seen))
 
 
 def _how(name: str, peers: Peers, rows: int, answers: int, D: int, group: int = 1
@@ -273,23 +281,23 @@ def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: 
             x, asked, weight, out, window.address_K, window.part("flags", torch.int64, 1), window.own[
                 window.at["rows"]:], slot_RJ, window.seen[0], window.at["flags"], window.at["rows"],
             window.at["slots"], window.at["weights"], T, rows, slots, x.stride(0), D + cdiv(D, group),
-            cdiv(items, how["programs"] * how["turn"]), peers.rank, size, D, J, kind, group, how["rows"],
-            how["piece"], pow2(J), how["turn"], window.seen.shape[1], max(2, pow2(size)), send, receive,
-            num_warps=how["num_warps"])
+            peers.live, window.alone, cdiv(items, how["programs"] * how["turn"]), peers.rank, size, D, J,
+            kind, group, how["rows"], how["piece"], pow2(J), how["turn"], window.seen.shape[1],
+            max(2, pow2(size)), send, receive, num_warps=how["num_warps"])
     return out, window.part("weights", torch.float32, size * rows, J), Trip(asked, slot_RJ, slots, rows)
 
 
 # ---- back --------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _places(asked_ptr, place_ptr, first, T, slots, rows, SIZE: tl.constexpr, J: tl.constexpr,
+def _places(asked_ptr, place_ptr, first, T, live, slots, rows, SIZE: tl.constexpr, J: tl.constexpr,
             BLOCK_J: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr):
     """Where tokens' answers will be: of each choice, or of each rank; 0 where there is none."""
     t = tl.cast(first, tl.int64) + tl.arange(0, TOKENS)
     j = tl.arange(0, BLOCK_J)[None, :]
     at = t[:, None] * J + j
     inside = (j < J) & (t[:, None] < T)
-    asked = tl.load(asked_ptr + at, mask=inside, other=-1)
+    asked = tl.load(asked_ptr + at, mask=(j < J) & (t[:, None] < live), other=-1)
     if EACH:
         tl.store(place_ptr + at, tl.where(asked >= 0, 1 + at, 0), mask=inside)
     else:
@@ -300,38 +308,52 @@ def _places(asked_ptr, place_ptr, first, T, slots, rows, SIZE: tl.constexpr, J: 
 
 
 @triton.jit
+def _return(y_ptr, slot_ptr, address_ptr, answers_at, item, k, answers, stride_y, reach, RANK: tl.constexpr,
+            D: tl.constexpr, CHOICES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+            PIECE: tl.constexpr):
+    """A piece of some answers to rank k, which has asked for them; reach: D, or 0 where it is left alone."""
+    PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
+    BLOCK: tl.constexpr = triton.next_power_of_2(CHOICES)
+    a = tl.cast(item // PIECES * ROWS, tl.int64) + tl.arange(0, ROWS)
+    d = item % PIECES * PIECE + tl.arange(0, PIECE)[None, :]
+    j = tl.arange(0, BLOCK)[None, :]
+    there = k * answers + a[:, None]
+    slot = tl.load(slot_ptr + there * CHOICES + j, mask=(j < CHOICES) & (a[:, None] < answers), other=-1)
+    width = tl.where(tl.max(slot, axis=1) >= 0, reach, 0)[:, None]
+    y = tl.load(y_ptr + there * stride_y + d, mask=d < width, other=0.0)
+    to = (1 + a if EACH else 1 + RANK * answers + a)[:, None]
+    tl.store(_bytes_of(address_ptr, k, answers_at).to(y_ptr.dtype) + to * D + d, y, mask=d < width)
+
+
+@triton.jit
 def _combine_kernel(y_ptr, slot_ptr, asked_ptr, place_ptr, address_ptr, flags_ptr, seen_ptr, flags_at,
-                    answers_at, T, rows, slots, stride_y, RANK: tl.constexpr, SIZE: tl.constexpr,
-                    D: tl.constexpr, J: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-                    PIECE: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr, PEERS: tl.constexpr,
-                    SEND: tl.constexpr, RECEIVE: tl.constexpr):
-    """Pieces of the answers here to whose rows they are: first the next rank's, so that all are busy."""
+                    answers_at, T, rows, slots, stride_y, live_ptr, alone_ptr, RANK: tl.constexpr,
+                    SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, EACH: tl.constexpr,
+                    ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr,
+                    PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
+    """Answers to the ranks whose rows they are, the next one's first, so that all are busy; then its own."""
     PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
     CHOICES: tl.constexpr = 1 if EACH else J  # of an answer
     program, programs = tl.program_id(0), tl.num_programs(0)
     seen = tl.load(seen_ptr + program)
+    size = tl.where(tl.load(alone_ptr) == 0, SIZE, 0)
+    live = T if live_ptr is None else tl.load(live_ptr).to(tl.int32)
     if SEND:
         answers = rows * J if EACH else rows  # of a rank
         items = tl.cdiv(answers, ROWS) * PIECES
-        for item in range(program, SIZE * items, programs):
+        for item in range(program, (SIZE - 1) * items, programs):
             k = (item // items + RANK + 1) % SIZE
-            a = tl.cast(item % items // PIECES * ROWS, tl.int64) + tl.arange(0, ROWS)
-            d = item % PIECES * PIECE + tl.arange(0, PIECE)[None, :]
-            j = tl.arange(0, 1 if EACH else BLOCK_J)[None, :]
-            from_ = k * answers + a[:, None]
-            inside = (j < CHOICES) & (a[:, None] < answers)
-            slot = tl.load(slot_ptr + from_ * CHOICES + j, mask=inside, other=-1)
-            width = tl.where(tl.max(slot, axis=1) >= 0, D, 0)[:, None]
-            y = tl.load(y_ptr + from_ * stride_y + d, mask=d < width, other=0.0)
-            to = (1 + a if EACH else 1 + RANK * answers + a)[:, None]
-            there = _bytes_of(address_ptr, k, answers_at).to(y_ptr.dtype)
-            tl.store(there + to * D + d, y, mask=d < width)
-        _raise(address_ptr, flags_at, RANK, SIZE, FLAGS, PEERS)
+            _return(y_ptr, slot_ptr, address_ptr, answers_at, item % items, k, answers, stride_y,
+                    tl.where(size > 0, D, 0), RANK, D, CHOICES, EACH, ROWS, PIECE)
+        _raise(address_ptr, flags_at, size, RANK, FLAGS, PEERS)
+        for item in range(program, items, programs):
+            _return(y_ptr, slot_ptr, address_ptr, answers_at, item, RANK, answers, stride_y, D, RANK, D,
+                    CHOICES, EACH, ROWS, PIECE)
         for first in range(program * 64, T, programs * 64):
-            _places(asked_ptr, place_ptr, first, T, slots, rows, SIZE, J, BLOCK_J, EACH, 64)
+            _places(asked_ptr, place_ptr, first, T, live, slots, rows, SIZE, J, BLOCK_J, EACH, 64)
     if RECEIVE:
-        _await(flags_ptr, seen + 1, RANK, SIZE, FLAGS, PEERS)
-        tl.store(seen_ptr + program, seen + 1)
+        _await(flags_ptr, seen + 1, size, RANK, FLAGS, PEERS)
+        tl.store(seen_ptr + program, tl.where(size > 0, seen + 1, seen))
 
 
 @ops.implement("exchange.combine", "triton", when=lambda y, trip, each, peers: refuse(y) if isinstance(
@@ -352,7 +374,7 @@ def combine(y: Tensor, trip: Trip, each: bool, peers: Peers, send: bool = True, 
         _combine_kernel[(how["programs"],)](
             y, trip.slot_RJ, trip.asked_TJ, place, window.address_K,
             window.part("flags", torch.int64, 2, flags)[1], window.seen[1], window.at["flags"] + 8 * flags,
-            window.at["answers"], T, rows, trip.slots, y.stride(0), peers.rank, size, D, J, each, how["rows"],
-            how["piece"], pow2(J), window.seen.shape[1], max(2, pow2(size)), send, receive,
-            num_warps=how["num_warps"])
+            window.at["answers"], T, rows, trip.slots, y.stride(0), peers.live, window.alone, peers.rank,
+            size, D, J, each, how["rows"], how["piece"], pow2(J), window.seen.shape[1], max(2, pow2(size)),
+            send, receive, num_warps=how["num_warps"])
     return window.part("answers", y.dtype, 1 + (answers if each else size * rows), D), place

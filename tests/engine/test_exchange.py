@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
+from dskit import ops
 from dskit.config import preset
 from dskit.engine import exchange
 from dskit.engine.exchange import Exchange, Peers, SlotMap, held, layout
@@ -113,6 +116,12 @@ def test_more_rows_than_a_step_may_have_are_a_bug():
     with pytest.raises(AssertionError, match="9 rows"):
         exchange.dispatch(torch.zeros(9, 4), torch.zeros(9, 1).long(), torch.zeros(9, 1), 1, None,
                           Peers(max_rows=8))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="it is installed")
+def test_deepep_says_that_it_is_not_installed():
+    with ops.use(exchange="deepep"), pytest.raises(ops.Unsupported, match="deep_ep is not installed"):
+        exchange.dispatch(torch.zeros(1, 4), torch.zeros(1, 1).long(), torch.zeros(1, 1), 1, None, Peers())
 
 
 def test_a_layout_has_every_expert_and_equally_many_slots_on_each_rank():

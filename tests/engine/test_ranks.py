@@ -200,7 +200,7 @@ def vote(tables: list[list[Row]], every: int = 1) -> list[int]:
 
 
 def row(kind=DECODE, wants=0, running=1) -> Row:
-    return Row(kind, 1, wants, running, 1)
+    return Row(kind, 1, wants, running, 0, 1)
 
 
 def test_a_prompt_is_begun_at_once_when_nothing_runs_or_the_interval_is_one():

@@ -99,9 +99,26 @@ def test_what_arrives_is_what_travels_by_torch(counts, width, choices, kind, fmt
         for rows in (max(counts), max(counts) + 1):  # the same windows twice, other places in them
             x, slot, weight = drawn(counts, width, choices, kind, dtype)
             want = by_torch(len(counts), x, slot, weight, fmt, each, monkeypatch)
+            if rows > max(counts):  # as in a graph, whose rows are not all live
+                x, slot, weight = ([torch.cat((one, one.new_ones(rows - len(one), one.shape[1])))
+                                    for one in part] for part in (x, slot, weight))
+                for peers, count in zip(ranks, counts, strict=True):
+                    peers.live = torch.tensor([count])
             found = by_kernels(ranks, x, slot, weight, fmt, each, rows)
+            found = [(*one[:3], one[3][:count]) for one, count in zip(found, counts, strict=True)]
             for one, two in zip(want, found, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_nobody_else_takes_part_in_what_is_captured():
+    mine, other = windows(2, 64, 1, torch.bfloat16, False)
+    x, slot, weight = drawn([2, 2], 64, 1, "any", torch.bfloat16)
+    seen = other.window.own.clone(), mine.window.seen.clone()
+    with mine.captured():
+        rows, _, trip = kernels.dispatch(x[0], slot[0], weight[0], SLOTS, "fp8_32", mine, 2)
+        kernels.combine(rows, trip, False, mine)
+    assert torch.equal(other.window.own, seen[0]) and torch.equal(mine.window.seen, seen[1])
+    assert not mine.window.alone and mine.live is None
 
 
 def dispatched(**changed):
