@@ -9,7 +9,7 @@ in which CUDA graphs were captured is taken again.
 
 Units: tokens per round; tokens per second of all requests' decode steps; milliseconds.
 `speedup`: scheduled over none. `block_step`: the model's step of one request's G + 1 rows over one of 1 row.
-`step_cost`: a step of so many rows with all that belongs to it, and what its draft adds.
+`step_cost`: the model's step of so many rows, and the draft of so many requests.
 `acceptance_by_position[k]`: share of guesses k + 1 that held, among those that were judged and stood behind
 guesses that held.
 Errors: ValueError for a model without a draft, or to be saved beside no files.
@@ -34,6 +34,7 @@ from dskit.engine.seq import RoundRecord, SamplingParams, StepRecord
 from dskit.engine.spec import (
     BINS,
     CALIBRATION,
+    Calibration,
     StepCost,
     calibrate,
     cost_file,
@@ -49,6 +50,7 @@ INTERVAL = ("from the end of one step to the end of the next, in the calling pro
 ROWS = (1, 2, 3, 4, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 192)
 REQUESTS = (1, 2, 4, 8, 16, 32)
 REPLAYS = 5  # of each count of rows, behind one that warms up
+Way = tuple[LLM, dict[str, Any]]  # an engine, and settings that its scheduler is given
 CALIBRATION_SEED = 1000  # added to the seed of the prompts that are measured
 
 
@@ -69,31 +71,43 @@ def measure(args: Any) -> dict[str, Any]:
         settings, defaults = ({"prompts": a.prompts, "temperature": a.temperature, "device": a.device}
                               for a in (args, type(args)()))
         report["env"] = environment(llm, settings, defaults, INTERVAL)
-        say("fitting the confidences' temperatures")
-        told = [r for rounds in _by_skill(llm, args, CALIBRATION_SEED).values() for r in rounds]
-        whole = [r for r in told if r.judged == len(r.confidence)]
-        fitted = calibrate([r.confidence for r in whole], [r.held for r in whole], report["model"])
-        say("accepted guesses")
-        rounds = _by_skill(llm, args, 0)
-        report |= _accepted(rounds) | {"ece": _ece(rounds, fitted.temperatures)}
+        fitted, found = _judged(llm, args, report["model"])
         say("the cost of rows")
-        cost = with_the_rest(step_cost(llm), llm.engine.trace())
-        report["calibration"], report["step_cost"] = asdict(fitted), asdict(cost)
+        cost = step_cost(llm)
+        report |= found | {"step_cost": asdict(cost)}
         report["block_step"] = cost(1 + len(fitted.temperatures)) / cost(1)
+        say(f"{report['accepted_length']['all']:.2f} tokens a round; a whole block's step is "
+            f"{report['block_step']:.2f} of one row's")
         if args.save:
             fitted.save(checkpoint.locate(args.model) / CALIBRATION)
             cost.save(cost_file(args.model, str(llm.device)))
-        ways = {"none": (plain, {}), "static": (llm, {}),
-                "scheduled": (llm, {"speculate": "scheduled", "step_cost": cost,
-                                    "draft_temperatures": fitted.temperatures})}
-        report["throughput"], report["speedup"] = {}, {}
-        for count in args.requests:
-            say(f"{count} at a time, " + ", ".join(ways))
-            rates = throughput(ways, args, count)
-            report["throughput"][str(count)] = rates
-            report["speedup"][str(count)] = rates["scheduled"] / rates["none"]
+        scheduled = {"speculate": "scheduled", "step_cost": cost, "draft_temperatures": fitted.temperatures}
+        report |= _loads({"none": (plain, {}), "static": (llm, {}), "scheduled": (llm, scheduled)}, args)
         report["capture_ms"] = {"with the draft": _captured(llm), "without": _captured(plain)}
     return report
+
+
+def _judged(llm: LLM, args: Any, name: str) -> tuple[Calibration, dict[str, Any]]:
+    """Temperatures that fit what became of some prompts' guesses, and what becomes of the others'."""
+    say("fitting the confidences' temperatures")
+    told = [r for rounds in _by_skill(llm, args, CALIBRATION_SEED).values() for r in rounds]
+    whole = [r for r in told if r.judged == len(r.confidence)]
+    fitted = calibrate([r.confidence for r in whole], [r.held for r in whole], name)
+    say("accepted guesses")
+    rounds = _by_skill(llm, args, 0)
+    return fitted, _accepted(rounds) | {"ece": _ece(rounds, fitted.temperatures),
+                                        "calibration": asdict(fitted)}
+
+
+def _loads(ways: dict[str, Way], args: Any) -> dict[str, Any]:
+    """Tokens per second of each way at each load, and how much faster the scheduled one is than none."""
+    found: dict[str, Any] = {"throughput": {}, "speedup": {}}
+    for count in args.requests:
+        say(f"{count} at a time, " + ", ".join(ways))
+        rates = found["throughput"][str(count)] = throughput(ways, args, count)
+        say("tokens a second: " + ", ".join(f"{way} {rate:.1f}" for way, rate in rates.items()))
+        found["speedup"][str(count)] = rates["scheduled"] / rates["none"]
+    return found
 
 
 def _prompts(llm: LLM, skill: str, n: int, seed: int) -> list[list[int]]:
@@ -185,16 +199,8 @@ def step_cost(llm: LLM) -> StepCost:
                         graphs)
 
 
-def with_the_rest(cost: StepCost, trace: Iterable[StepRecord]) -> StepCost:
-    """A cost with what a step takes besides the model's and the draft's: planning, sampling, the books."""
-    rest = [1e3 * seconds - cost(step.rows, step.sequences) for step, seconds in _decodes(trace)]
-    more = max(0.0, median(rest)) if rest else 0.0
-    return replace(cost, time_ms=tuple(more + each for each in cost.time_ms))
-
-
-def throughput(ways: dict[str, tuple[LLM, dict[str, Any]]], args: Any, count: int) -> dict[str, float]:
-    """Tokens per second of decode steps with `count` requests at a time, by the way of drafting: an engine,
-    and settings that its scheduler is given.
+def throughput(ways: dict[str, Way], args: Any, count: int) -> dict[str, float]:
+    """Tokens per second of decode steps with `count` requests at a time, by the way of drafting.
 
     The ways take turns; prompts of all skills, the first tokens left out.
     """

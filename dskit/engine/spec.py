@@ -28,6 +28,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -128,11 +129,12 @@ def survivals(confidence_logits: Sequence[float], temperatures: Sequence[float] 
         raise ValueError(f"{len(temperatures)} temperatures for a block of {len(confidence_logits)}; "
                          "calibrate with the block size that is served")
     alive, out = 1.0, []
-    for k, z in enumerate(confidence_logits):
-        if math.isnan(z):
-            raise ValueError(f"confidence {k + 1} of a draft is not a number; check the draft's weights")
-        alive *= _sigmoid(z / (temperatures[k] if temperatures else 1.0))
+    for z, T in zip(confidence_logits, temperatures or repeat(1.0)):  # noqa: B905  there may be more of the latter
+        alive *= 0.5 + 0.5 * math.tanh(0.5 * z / T)  # the sigmoid, without overflow
         out.append(alive)
+    if math.isnan(alive):
+        k = next(k for k, a in enumerate(out, 1) if math.isnan(a))
+        raise ValueError(f"confidence {k} of a draft is not a number; check the draft's weights")
     return out
 
 
@@ -173,7 +175,8 @@ def pays(hopes: Sequence[Sequence[float]], cost: StepCost) -> bool:
 
 def allocate(live: Sequence[Sequence[float]], count: int) -> list[int]:
     """Spend `count` rows on the likeliest survivors: lengths whose sum is at most `count`."""
-    lengths = [sum(a > NEGLIGIBLE for a in chain) for chain in live]
+    lengths = [len(chain) if chain and chain[-1] > NEGLIGIBLE else sum(a > NEGLIGIBLE for a in chain)
+               for chain in live]
     if sum(lengths) <= count:
         return lengths
     lengths = [0] * len(live)

@@ -9,8 +9,7 @@ import pytest
 
 from dskit import cli
 from dskit.bench import spec
-from dskit.engine.seq import SamplingParams, StepRecord
-from dskit.engine.spec import StepCost
+from dskit.engine.seq import SamplingParams
 from dskit.flags import SpecArgs
 
 SKILLS = ("define", "json")
@@ -69,17 +68,6 @@ def test_of_the_steps_only_those_of_decode_count(tiny):
     ends = [(s.kind, s.ended_s) for s in tiny.engine.trace()[before - tiny.engine.steps :]]
     spent = sum(end - last for (_, last), (kind, end) in itertools.pairwise(ends) if kind == "decode")
     assert rate == pytest.approx(15 / spent)
-
-
-def test_a_cost_has_what_a_step_takes_besides():
-    def step(kind, rows, end):
-        return StepRecord(kind, rows, 1, 0.0, 0.0, 0.0, 0.0, 1, end)
-
-    cost = StepCost((1, 5), (2.0, 4.0), (1,), (1.0,))
-    trace = [step("prefill", 9, 0.0), step("decode", 5, 0.007), step("decode", 5, 0.013),
-             step("decode", 1, 0.090), step("prefill", 9, 0.5), step("decode", 3, 0.506)]
-    assert spec.with_the_rest(cost, trace).time_ms == pytest.approx((4.0, 6.0))
-    assert spec.with_the_rest(cost, []) == cost
 
 
 def test_what_has_no_files_is_not_saved(capsys):
