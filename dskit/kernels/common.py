@@ -76,11 +76,17 @@ def refuse(*tensors: torch.Tensor | None, sm: int = 80) -> str | None:
             continue
         if tensor.device.type != "cuda":
             return f"a tensor is on {tensor.device}; compiled kernels need a GPU, TRITON_INTERPRET=1 a CPU"
-        have = 10 * torch.cuda.get_device_capability(tensor.device)[0]
-        have += torch.cuda.get_device_capability(tensor.device)[1]
-        if have < sm:
-            return f"the GPU is sm_{have}, the kernel needs sm_{sm} or later"
+        if capability(tensor) < sm:
+            return f"the GPU is sm_{capability(tensor)}, the kernel needs sm_{sm} or later"
     return None
+
+
+def capability(tensor: torch.Tensor) -> int:
+    """The number behind sm_ of the GPU that holds a tensor, or that is compiled for; 0 when interpreted."""
+    if INTERPRET or _absent:
+        return _absent.get("sm", 0)
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return 10 * major + minor
 
 
 def too_wide(*given: torch.Tensor | torch.dtype | None) -> str | None:

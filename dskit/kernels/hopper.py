@@ -25,11 +25,8 @@ Units
     64 KB queries, two tiles of 64 KB, two of 8 KB of weights.
 
 Errors
-    `cannot` says why other shapes, formats and GPUs are not for it; mla.py has kernels for those, which the
-    interpreter runs too.
-
-Numerics
-    As of mla.py, but that outputs are of rows taken alone: an item's bits do not depend on other items.
+    Gluon, in which this is written, is compiled only: `takes` says for what.  mla.py has kernels for the
+    rest and for the interpreter.
 
 Source
     kernels.md 1.3, 2.1 to 2.3.
@@ -37,7 +34,9 @@ Source
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -93,7 +92,7 @@ def _both(low, high, some, other_low, other_high, other_some):
 
 @gluon.jit
 def _span(index_ptr, count, begin, end, WIDE: gl.constexpr):
-    """(first tile, tiles) of begin .. end that hold real indices or lie between them, and an index of those."""
+    """(first tile, tiles) of begin .. end that hold real indices or lie between them, and a real index."""
     at = gl.arange(0, WIDE, LINE)
     index = gl.load(index_ptr + at, at < count, other=-1).to(gl.int32)
     real = index >= 0
@@ -103,7 +102,8 @@ def _span(index_ptr, count, begin, end, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr):
+def _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE: gl.constexpr,
+           CHOSEN_WIDE: gl.constexpr):
     """The spans of an item, which has `per` tiles of the window's and then the entries'."""
     token, begin = (item // splits).to(gl.int64), item % splits * per
     window = _span(read_ptr + token * W, W, begin, begin + per, READ_WIDE)
@@ -256,7 +256,7 @@ def _weigh(q_smem, k_smem, bias_smem, p_smem, fade_smem, share_smem, k_full, p_f
         token, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
         _queries(q_ptr, turn_ptr, q_smem, token, TURNS)
         top, total = gl.full([64], FLOOR, gl.float32, HEAD), gl.full([64], 0.0, gl.float32, HEAD)
-        for tile in range(window[1] + entry[1]):
+        for _ in range(window[1] + entry[1]):
             stage, phase = n % 2, n // 2 & 1
             z = gl.full([64, 64], 0.0, gl.float32, SCORES)
             for side in gl.static_range(2):
@@ -297,7 +297,7 @@ def _add_up(k_smem, p_smem, fade_smem, share_smem, k_empty, p_full, p_empty, sha
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
         o = gl.full([64, 256], 0.0, gl.float32, SUMS)
-        for tile in range(window[1] + entry[1]):
+        for _ in range(window[1] + entry[1]):
             stage = n % 2
             mbarrier.wait(p_full.index(stage), n // 2 & 1)
             o *= fade_smem.index(stage).load(gl.SliceLayout(1, SUMS))[:, None]
@@ -338,9 +338,10 @@ def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["items", "W", "K", "splits", "per"])
-def _attend_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_ptr, read_ptr, entry_ptr, chosen_ptr, sink_ptr,
-                       out_ptr, sum_ptr, stat_ptr, items, W, K, splits, per, scale, TURNS: gl.constexpr,
-                       READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr, REGISTERS: gl.constexpr):
+def _attend_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_ptr, read_ptr, entry_ptr, chosen_ptr,
+                       sink_ptr, out_ptr, sum_ptr, stat_ptr, items, W, K, splits, per, scale,
+                       TURNS: gl.constexpr, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr,
+                       REGISTERS: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LIST: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
@@ -354,12 +355,38 @@ def _attend_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_ptr, read_ptr, e
     share_full, share_empty = _barriers(1, 1).index(0), _barriers(1, 2).index(0)
     gl.warp_specialize([
         (_add_up, (k, p, fade, share, k_empty, p_full, p_empty, share_full, share_empty, turn_ptr, read_ptr,
-                   chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS, READ_WIDE, CHOSEN_WIDE, 0)),
+                   chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS, READ_WIDE, CHOSEN_WIDE,
+                   0)),
         (_add_up, (k, p, fade, share, k_empty, p_full, p_empty, share_full, share_empty, turn_ptr, read_ptr,
-                   chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS, READ_WIDE, CHOSEN_WIDE, 1)),
-        (_weigh, (q, k, bias, p, fade, share, k_full, p_full, p_empty, share_full, share_empty, q_ptr, turn_ptr,
-                  read_ptr, chosen_ptr, sink_ptr, stat_ptr, items, W, K, splits, per, scale, TURNS, READ_WIDE,
-                  CHOSEN_WIDE)),
-        (_bring, (k, bias, k_full, k_empty, window_code_ptr, window_ptr, entry_ptr, read_ptr, chosen_ptr, items,
-                  W, K, splits, per, READ_WIDE, CHOSEN_WIDE)),
+                   chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS, READ_WIDE, CHOSEN_WIDE,
+                   1)),
+        (_weigh, (q, k, bias, p, fade, share, k_full, p_full, p_empty, share_full, share_empty, q_ptr,
+                  turn_ptr, read_ptr, chosen_ptr, sink_ptr, stat_ptr, items, W, K, splits, per, scale, TURNS,
+                  READ_WIDE, CHOSEN_WIDE)),
+        (_bring, (k, bias, k_full, k_empty, window_code_ptr, window_ptr, entry_ptr, read_ptr, chosen_ptr,
+                  items, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)),
     ], [4, 4, 4], [REGISTERS[0], REGISTERS[1], REGISTERS[2]])
+
+
+# ---- on the host -------------------------------------------------------------------------------------------
+
+def takes(q_TAH: Tensor, window_SH: Tensor, packings: tuple) -> bool:
+    """Whether these queries, over caches packed so, are for this kernel."""
+    formats = [(packing.fmt, packing.tail) for packing in packings]
+    return (q_TAH.shape[1:] == (HEADS, 2 * PAIRS) and window_SH.dtype == torch.uint8
+            and formats == [("fp8_32", 0), ("fp4_16", 0)])
+
+
+def attend(q: Tensor, turn: Tensor, window: Tensor, read: Tensor, entries: Tensor | None,
+           chosen: Tensor | None, sink: Tensor, out: Tensor, steady: bool) -> None:
+    """Attention by words of queries and outputs [T, HEADS, PAIRS], with whole turns in a word [T, turns]."""
+    (T, W), K = read.shape, 0 if chosen is None else chosen.shape[1]
+    processors = common.processors(q)
+    splits, per = mla.splits(T, common.cdiv(W, 64) + common.cdiv(K, 64), 0 if steady else processors)
+    sums, stats = mla.parts(out.view(torch.bfloat16), splits)
+    items = T * splits
+    _attend_fwd_kernel[(min(items, processors),)](
+        q, turn, window.view(torch.int16), window, read, entries, chosen, sink, out, sums, stats, items, W, K,
+        splits, per, (2 * PAIRS)**-0.5 / UNIT.value * LOG2E.value, TURNS=turn.shape[1],
+        READ_WIDE=common.pow2(W), CHOSEN_WIDE=common.pow2(K), REGISTERS=REGISTERS, num_warps=4)
+    mla.join(sums, stats, turn, sink, out, PAIRS)

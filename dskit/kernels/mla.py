@@ -443,10 +443,31 @@ def _checked(cache: Tensor, rows: Tensor, packing: Any, tokens: int, width: int,
     require(rows.dim() == 2 and len(rows) == tokens, f"rows of {name}", f"must be [{tokens}, any]")
 
 
-def _splits(programs: int, tiles: int, free: int) -> tuple[int, int]:
+def splits(programs: int, tiles: int, free: int) -> tuple[int, int]:
     """(programs that share a row's tiles, tiles of each): as many as the GPU has room for."""
     per = max(1, cdiv(tiles, max(1, min(tiles, free // programs, MOST_SPLITS))))
     return max(1, cdiv(tiles, per)), per
+
+
+def parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Memory for undivided sums of a row's parts, and for their maxima and sums of weights."""
+    if splits == 1:
+        return None, None
+    T, A, H = out.shape
+    return (out.new_empty(T, splits, A, H, dtype=torch.float32),
+            out.new_empty(T, splits, A, 2, dtype=torch.float32))
+
+
+def join(sums: Tensor | None, stats: Tensor | None, turn: Tensor, sink: Tensor, out: Tensor, wide: int,
+         quantum: int = 0) -> None:
+    """Join the parts of rows, where there are any, into words of outputs."""
+    if sums is None:
+        return
+    T, splits, A, H = sums.shape
+    heads = min(JOINED_HEADS, pow2(A))
+    _mla_join_fwd_kernel[(T * cdiv(A, heads),)](
+        sums, stats, turn, sink, out, splits, A=A, HEADS=heads, WIDTH=H // 2, TURNS=turn.shape[1],
+        QUANTUM=quantum, WIDE=wide, num_warps=4)
 
 
 def _odd(cache: Tensor | None, packing: Any) -> str | None:
@@ -493,6 +514,16 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     out = torch.empty(T, A, H, dtype=dtype, device=q_TAH.device)
     if not T:
         return out
+    turn = torch.view_as_real(turn_T.resolve_conj().contiguous()).view(torch.int64)
+    sink, out_words = sink_A.detach().float(), out.view(torch.int32)
+    q, read_TW = q_TAH.contiguous().view(torch.int32), read_TW.contiguous()
+    entries_SH, chosen_TK = (entries_SH, chosen_TK.contiguous()) if K else (None, None)
+    if fmt is None and packings and common.capability(q) == 90:
+        from dskit.kernels import hopper  # which cannot be interpreted
+
+        if hopper.takes(q_TAH, window_SH, packings):
+            hopper.attend(q, turn, window_SH, read_TW, entries_SH, chosen_TK, sink, out_words, steady)
+            return out
     window_form = _form(window_SH, window_packing, H)
     entry_form = _form(entries_SH, entry_packing, H) if K else window_form
     config = up_to(TAILED if window_form[2] < window_form[3] else CONFIGS, T)
@@ -503,35 +534,23 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     wide = max(16, window_form[1], entry_form[1], quantum, pow2(H // 2))  # pairs: whole groups
     heads = min(MOST_HEADS, max(16, pow2(A)))
     programs = T * cdiv(A, heads)
-    free = 0 if steady else processors(q_TAH)
-    splits, per = _splits(programs, cdiv(W, block) + cdiv(K, block), free)
+    split, per = splits(programs, cdiv(W, block) + cdiv(K, block), 0 if steady else processors(q_TAH))
     sizes = {"A": A, "WIDTH": H // 2, "TURNS": turn_T.shape[1]}
     ends = {"WINDOW_ENDS": pow2(W), "ENTRY_ENDS": pow2(K)}
-    turn = torch.view_as_real(turn_T.resolve_conj().contiguous()).view(torch.int64)
-    sink, out_words = sink_A.detach().float(), out.view(torch.int32)
-    q, read_TW = q_TAH.contiguous(), read_TW.contiguous()
-    chosen_TK = chosen_TK.contiguous() if K else None
-    if splits == 1 and fmt is None and window_form[0] == entry_form[0] == "bf16":
+    if split == 1 and fmt is None and window_form[0] == entry_form[0] == "bf16":
         config = up_to(NUMBERS, T)
         if not steady:
             config = tuned("mla.attend_cached/numbers", (T, W, K, A, H), config)
         _mla_attend_numbers_fwd_kernel[(programs,)](
-            q.view(torch.int32), turn, window_SH, read_TW, entries_SH if K else None, chosen_TK, sink,
-            out, out_words, W, K, H**-0.5 * LOG2E.value, HEADS=heads, WIDE=wide,
-            WIDE_TURNS=pow2(sizes["TURNS"]), **ends, **sizes, **config)
+            q, turn, window_SH, read_TW, entries_SH, chosen_TK, sink, out, out_words, W, K,
+            H**-0.5 * LOG2E.value, HEADS=heads, WIDE=wide, WIDE_TURNS=pow2(sizes["TURNS"]), **ends, **sizes,
+            **config)
         return out
-    sizes["QUANTUM"] = quantum
-    sums = stats = None
-    if splits > 1:
-        sums = torch.empty(T, splits, A, H, dtype=torch.float32, device=out.device)
-        stats = torch.empty(T, splits, A, 2, dtype=torch.float32, device=out.device)
-    _mla_attend_cached_fwd_kernel[(programs * splits,)](
-        q.view(torch.int32), turn, *_views(window_SH, window_form), read_TW,
+    sums, stats = parts(out, split)
+    _mla_attend_cached_fwd_kernel[(programs * split,)](
+        q, turn, *_views(window_SH, window_form), read_TW,
         *(_views(entries_SH, entry_form) if K else (None, None, None)), chosen_TK, sink, out_words, out, sums,
-        stats, W, K, splits, per, H**-0.5 / UNIT.value * LOG2E.value, window_form, entry_form, HEADS=heads,
-        WIDE=wide, **ends, **sizes, **config)
-    if splits > 1:
-        heads = min(JOINED_HEADS, pow2(A))
-        _mla_join_fwd_kernel[(T * cdiv(A, heads),)](sums, stats, turn, sink, out_words, splits, HEADS=heads,
-                                                   WIDE=wide, num_warps=4, **sizes)
+        stats, W, K, split, per, H**-0.5 / UNIT.value * LOG2E.value, window_form, entry_form, HEADS=heads,
+        WIDE=wide, QUANTUM=quantum, **ends, **sizes, **config)
+    join(sums, stats, turn, sink, out_words, wide, quantum)
     return out
