@@ -21,6 +21,8 @@ Tiling
     and a kernel of its own takes them: nothing is restored, channels keep their order, and a tile goes from
     memory to the tensor cores without passing through registers, while the next one arrives.
 
+    On Hopper the released widths and packings have a kernel in hopper.py, which is faster than both.
+
 Shapes
     q [T, A, H] of bfloat16, turn complex64 [T, pairs], caches uint8 [S, nbytes] or bfloat16 [S, H], rows to
     read int64 [T, W] and [T, K] with -1 for none, sink [A] -> [T, A, H] of bfloat16.
