@@ -2,8 +2,9 @@
 
 Idea: a step's rows of a sequence are its newest token and the guesses behind it, so the model's logits judge
 every guess at once. Those that hold and the token after them are the round's; then the draft, which has seen
-the taps of these rows, proposes a block for the next one. Nothing is undone where a guess falls: rows are
-written by position, and the next step writes those positions again before anything reads them.
+the taps of these rows, proposes a block for the next one; on a GPU it begins before the host has looked.
+Nothing is undone where a guess falls: rows are written by position, and the next step writes those positions
+again before anything reads them.
 
     rejection   a guess x holds with chance min(1, p(x) / q(x)); where one falls, the next token comes from
                 max(p - q, 0). The text follows p, and no exact draft could have more accepted.
@@ -21,7 +22,7 @@ Source: dspark.md 3.2, 3.3, 5.3; model.md 3.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -70,8 +71,7 @@ class Drafter:
 
         The function that comes back reads a proposal of each, for those too that this round ends.
         """
-        params = [c.seq.params for c in guess]
-        if not (guess and self.runner.asynchronous and all(p.greedy and not p.edits_logits for p in params)):
+        if not (guess and self.runner.asynchronous and _plainly_greedy(c.seq for c in guess)):
             return None
         G, rows, at = self.runner.config.dspark_block_size, [], 0
         for chunk in chunks:
@@ -120,10 +120,10 @@ class Drafter:
         seqs = [c.seq for c, _ in live]
         rows = [Ahead(c.seq, [one.token_id for one in round.sampled]) for c, round in live]
         starts, newest = [row.position - 1 for row in rows], [row.more[-1] for row in rows]
-        greedy = all(seq.params.greedy and not seq.params.edits_logits for seq in seqs)
+        edits = any(seq.params.edits_logits for seq in seqs)
         kept: list[Tensor] = []
 
-        def pick(logits_BV: Tensor) -> Tensor:
+        def draw(logits_BV: Tensor) -> Tensor:
             if self.coupled:
                 picked = sampler.choose(logits_BV, rows)
             else:
@@ -131,12 +131,14 @@ class Drafter:
                 u = [_uniform(row, start, row.position, DRAFT)
                      for row, start in zip(rows, starts, strict=True)]
                 picked = sampler.choose_allowed(kept[-1], rows, u)
-            for row, token in zip(rows, picked.tolist(), strict=True):
+            told = picked.tolist() if edits else [0] * len(rows)  # else which ones they are does not matter
+            for row, token in zip(rows, told, strict=True):
                 row.more.append(token)
             return picked
 
         slots = [(c.origin or c).seq.slot for c, _ in live]  # a fork's own slot is not filled yet
-        tokens, logits, confidence = self.runner.propose(slots, starts, newest, likeliest if greedy else pick)
+        pick = likeliest if _plainly_greedy(seqs) else draw
+        tokens, logits, confidence = self.runner.propose(slots, starts, newest, pick)
         if live and not self.coupled:
             own = send(torch.tensor([seq.slot for seq in seqs]), tokens.device)
             logits = torch.stack(kept, dim=1) if kept else logits
@@ -151,6 +153,11 @@ class Drafter:
             G, slots = self.runner.config.dspark_block_size, self.runner.num_slots + 1
             self.q = like_TV.new_zeros(slots, G, like_TV.shape[-1])
         return self.q
+
+
+def _plainly_greedy(seqs: Iterable[Sequence]) -> bool:
+    """Whether each takes the model's likeliest token as it is."""
+    return all(seq.params.greedy and not seq.params.edits_logits for seq in seqs)
 
 
 def _uniform(seq: Sequence | Ahead, start: int, position: int, purpose: int) -> float:
