@@ -259,7 +259,7 @@ class LoadArgs(BenchArgs):
     max_num_batched_tokens: Count = None
     """Most tokens of a rank computed in one step; longer prompts are split."""
     enforce_eager: bool = False
-    """Launch every kernel of a decode step by itself, where a GPU would replay a CUDA graph of them."""
+    """Launch every kernel of a step by itself, where a GPU would replay CUDA graphs of them."""
     speculate: Literal["off", "static", "scheduled"] | None = None
     """Let the draft guess ahead, as in dskit serve."""
     distributed_timeout_seconds: Annotated[float, arg(metavar="FLOAT")] = 60.0

@@ -202,6 +202,11 @@ class Placement(Tables):
         """Start to bring the rows of n-grams [T, Q]; None: the layers find them in their own tables."""
         return None
 
+    def settle(self) -> None:
+        """Wait until the thread that looks up has nothing to do."""
+        if self._worker is not None:
+            self._worker.submit(int).result()
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that this process or node gives to the tables; a page cache is the system's."""

@@ -228,6 +228,8 @@ class Fetched:
 
     def _ask(self) -> None:
         self._lookup = self._tables.fetch(self._gram)
+        if not self._held:  # a graph is captured next: no thread may load kernels or take memory beside that
+            self._tables.settle()
 
     def rows(self, layer: int) -> Tensor:
         """The numbers [T, C*Y] of a layer."""
@@ -419,6 +421,8 @@ class Graphs:
 
     def _captured(self, size: Size) -> Graph:
         inputs = None
+        if self.runner.engram is not None:
+            self.runner.engram.settle()  # the step that comes has asked for its rows
         if size.kind == "prefill":
             self._stand_aside(size.rows)
             work = partial(self._through, size)

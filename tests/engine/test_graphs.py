@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import (
 
 from dskit import checkpoint, ops
 from dskit.config import preset
-from dskit.engine import graphs
+from dskit.engine import engram, graphs
 from dskit.engine.host import leaves
 from dskit.engine.llm import LLM
 from dskit.engine.runner import ModelRunner, Work
@@ -151,12 +152,30 @@ def test_tokens_are_those_without_graphs(model, eager, count, new, settings):
     assert stats["graph_steps"] > 1 and all(graph.checked for graph in sizes.values())
 
 
-def test_rows_of_tables_elsewhere_come_in_breaks(folder, eager):
+@pytest.mark.parametrize("prompts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_of_tables_elsewhere_come_in_breaks(folder, eager, monkeypatch, prompts):
+    """And no thread looks up beside a capture, which it would spoil on a GPU."""
+    busy, gather, begin = [], engram.Staged._gather, Tape.__init__
+
+    def slowly(*args):
+        busy.append(True)
+        time.sleep(0.02)
+        found = gather(*args)
+        busy.pop()
+        return found
+
+    def alone(tape):
+        assert not busy
+        begin(tape)
+
+    monkeypatch.setattr(engram.Staged, "_gather", slowly)
+    monkeypatch.setattr(Tape, "__init__", alone)
     settings = dict(device="cpu", batch_invariant=True, speculate="off", engram_placement="host")
-    with graphed(folder, **settings) as llm:
+    with graphed(folder, prompts=prompts, **settings) as llm:
         found = llm.generate(PROMPTS[:3], PARAMS[:3])
         stats = llm.stats()
-    assert [r.token_ids for r in found] == eager[:3] and stats["graph_steps"] > 3
+    assert [r.token_ids for r in found] == eager[:3] and not stats["graph_failures"]
+    assert stats["graph_prefills"] if prompts else stats["graph_steps"] > 3
     assert stats["engram_lookups"] == sum(map(len, PROMPTS[:3])) + 3 * 5
 
 
