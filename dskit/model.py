@@ -60,8 +60,8 @@ class Step:
     None; windows: (encoder layers, decoder layers) ring plans;
     groups and segments per ratio; tail: (kept rows, their Step) when decoder layers run on the end of a
     prompt only (bounded replay); whole: set for whole sequences without a cache (training); wanted: rows
-    whose logits are asked for; run, meet: how layers, and what in them meets the caches, are called, with
-    the step among their arguments.
+    whose logits are asked for; run, meet: how layers and halves of layers, and what in them meets the
+    caches, are called, with the step among their arguments.
     """
 
     ids: Tensor
@@ -90,7 +90,7 @@ class State:
     """What blocks hand on: the streams X, the last sublayer's weights p, q, C and output y, the draft's taps.
 
     y is still to be written to X, with q and C (None: nothing is); the next sublayer reads with p. Without a
-    draft to read them taps is None.
+    draft to read them taps is None. x: inside a block, what attention reads.
     """
 
     X: Tensor
@@ -99,6 +99,7 @@ class State:
     C: Tensor | None = None
     y: Tensor | None = None
     taps: list[Tensor] | None = field(default_factory=list)
+    x: Tensor | None = None
 
     def written(self, dtype: torch.dtype) -> Tensor:
         """The streams, once the last sublayer has been written to them."""
@@ -109,8 +110,9 @@ class State:
 
     def rows(self, rows: Tensor) -> State:
         """Some rows of everything."""
-        parts = (part if part is None else part[rows] for part in (self.X, self.p, self.q, self.C, self.y))
-        return State(*parts, self.taps and [part[rows] for part in self.taps])
+        X, p, q, C, y, x = (part if part is None else part[rows] for part in (
+            self.X, self.p, self.q, self.C, self.y, self.x))
+        return State(X, p, q, C, y, self.taps and [part[rows] for part in self.taps], x)
 
 
 class Block(nn.Module):
@@ -130,22 +132,31 @@ class Block(nn.Module):
 
     def forward(self, state: State, step: Step, memory: Memory, shared: Global) -> tuple[State, Step]:
         """(state, step) -> (state, step) after this layer; the step shrinks if bounded replay drops rows."""
+        if step.tail is None or self.layer != self.config.split:
+            return self.finish(self.begin(state, step, memory, shared), step, memory, shared), step
+        rows, tail = step.tail
+        state = step.run(self.begin, state, step, memory, shared).rows(rows)
+        return step.run(self.finish, state, tail, memory, shared), tail
+
+    def begin(self, state: State, step: Step, memory: Memory, shared: Global) -> State:
+        """Up to what all rows leave in the caches, also those that go no further."""
         if hasattr(self, "engram"):
             X = self.engram(state.written(self.numerics.dtype), step.gram, step.image, step.found)
             state.X = cast(cast(X, self.numerics.dtype), X.dtype)  # rounded, held as wide as it came
-        x = self.enter("attn", state)
+        state.x = self.enter("attn", state)
         if self.config.is_v41:
             self.tap(state)
-        self.attn.compress(x, step, memory, shared)
-        if step.tail is not None and self.layer == self.config.split:
-            rows, step = step.tail
-            x, state = x[rows], state.rows(rows)
-        state.y = self.attn(x, step, memory, shared)
+        self.attn.compress(state.x, step, memory, shared)
+        return state
+
+    def finish(self, state: State, step: Step, memory: Memory, shared: Global) -> State:
+        """Attention and experts."""
+        state.y, state.x = self.attn(state.x, step, memory, shared), None
         x = self.enter("ffn", state)
         state.y = self.ffn(x, step.ids, step.image)
         if not self.config.is_v41:
             self.tap(state)
-        return state, step
+        return state
 
     def enter(self, part: str, state: State) -> Tensor:
         """The boundary before a sublayer ("attn", "ffn"): moves the state on, returns the input x_TD."""
@@ -199,17 +210,17 @@ class Model(nn.Module):
             state.taps = None
         if step.tail is not None:
             split = self.config.split
-            state = run(self.through, range(split), state, step, memory, shared)
+            state = run(self.through, state, step, memory, shared, range(split))
             state, step = self.layers[split](state, step, memory, shared)
             first = split + 1
-        state = run(self.through, range(first, len(self.layers)), state, step, memory, shared)
+        state = run(self.through, state, step, memory, shared, range(first, len(self.layers)))
         if state.taps is not None:
             self.absorb(state, step, memory)
         if step.wanted is not None:
             state = state.rows(step.wanted)
         return self.norm(self.collapse(state, self))
 
-    def through(self, layers: range, state: State, step: Step, memory: Memory, shared: Global) -> State:
+    def through(self, state: State, step: Step, memory: Memory, shared: Global, layers: range) -> State:
         """What some layers, none of which drops rows, make of a state."""
         for layer in layers:
             state, step = self.layers[layer](state, step, memory, shared)

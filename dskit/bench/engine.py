@@ -10,8 +10,8 @@ waited for rows, and how many rows a second come when many are asked for.
 With `--ep N` N ranks share the experts of the model and rebalance them once while they decode.
 
 Units: microseconds per step; operations per second; `idle_fraction`, between two passes, and `gap_fraction`,
-inside them, of the time from the first kernel to the last one; a balance is the mean over the busiest rank's
-rows.
+inside them, of the time from the first kernel to the last one, under a trace, which widens gaps; `busy_ms` of
+a step or a prompt, while something ran; a balance is the mean over the busiest rank's rows.
 """
 
 from __future__ import annotations
@@ -302,7 +302,8 @@ def prompt_of(llm: LLM, tokens: int, seed: int, count: int = 8) -> dict[str, flo
 
     one()  # captures graphs
     ms, shares = _looked_at(llm, one, count)
-    return {"ms": ms, "idle_fraction": sum(shares.values())}
+    return {"ms": ms, "busy_ms": shares["busy_ms"],
+            "idle_fraction": shares["idle_fraction"] + shares["gap_fraction"]}
 
 
 def _looked_at(llm: LLM, work: Callable[[], Any], times: int) -> tuple[float, dict[str, float]]:
@@ -313,7 +314,8 @@ def _looked_at(llm: LLM, work: Callable[[], Any], times: int) -> tuple[float, di
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         prof.export_chrome_trace(str(path))
-        return ms, idle_shares(json.loads(path.read_text())["traceEvents"])
+        shares = idle_shares(json.loads(path.read_text())["traceEvents"])
+    return ms, shares | {"busy_ms": shares["busy_ms"] / times}
 
 
 def _each_ms(work: Callable[[], Any], times: int) -> float:
@@ -344,7 +346,8 @@ def marked(llm: LLM) -> Iterator[None]:
 
 
 def idle_shares(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares of the time on the GPU in which nothing ran: between passes of the model, and inside them.
+    """Shares of the time on the GPU in which nothing ran: between passes of the model, and inside them; the
+    milliseconds in which something did.
 
     What a pass waits for before its first kernel or copy counts as between.
     """
@@ -356,7 +359,9 @@ def idle_shares(events: list[dict[str, Any]]) -> dict[str, float]:
         reached = max(reached, event["ts"] + event["dur"])
         marks += MARK in event["name"]
         inside = marks % 2 == 1 and MARK not in event["name"]
-    return {"idle_fraction": idle[0] / (reached - begin), "gap_fraction": idle[1] / (reached - begin)}
+    span = reached - begin
+    return {"idle_fraction": idle[0] / span, "gap_fraction": idle[1] / span,
+            "busy_ms": (span - sum(idle)) / 1e3}
 
 
 # ---- experts that move -----------------------------------------------------------------------------------
@@ -407,7 +412,7 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(name, f"{idle}, of {row['step_ms']:.2f} ms")
     for row in report["prompts"]:
         name = f"prompt of {row['tokens']:,} tokens, {'graphs' if row['graphs'] else 'eager'}"
-        table.add_row(name, f"GPU idle {row['idle_fraction']:.1%} of {row['ms']:.1f} ms")
+        table.add_row(name, f"GPU busy {row['busy_ms']:.1f} of {row['ms']:.1f} ms")
     if row := report["eplb"]:
         name = f"{row['layers']} layers rebalanced on {row['ranks']} ranks"
         balance = f"balance {row['before']:.3f} -> {row['after']:.3f}"

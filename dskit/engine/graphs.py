@@ -9,8 +9,8 @@ is, and begins another behind it.
                     two; inputs come as one parcel, padding rows stand in the reserved slot and block
     prefill         layers that compute rows side by side, for four numbers of rows in an octave; what meets
                     the caches (`Step.meet`) depends on lengths and runs in breaks, on the step's own rows,
-                    of which the last stands in for the padding. Under bounded replay the layers before the
-                    one that drops rows have such graphs, and so have those behind it, which see few rows
+                    of which the last stands in for the padding. Where bounded replay drops rows, the layers
+                    before have such graphs, those behind, which see few rows, and both halves of the layer
 
 Rows of n-gram tables that lie elsewhere are asked for and awaited in breaks as well. A graph is captured from
 a step that stands in the reserved slot and block, so that nobody's caches change.
@@ -288,7 +288,8 @@ class Graph:
 
 @dataclass(frozen=True)
 class Size:
-    """What steps of one graph share: the kind, so many rows, positions, layers.
+    """What steps of one graph share: the kind, so many rows, positions, and the part of a model, as its
+    method and what that is given more than the rest (prefill).
 
     Rows of a draft are rounds, with ("draft") or without ("guess") the walk through the block that takes the
     likeliest tokens.
@@ -297,11 +298,12 @@ class Size:
     kind: str
     rows: int
     positions: int = 0
-    layers: range | None = None
+    part: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         within = f" within {self.positions} positions" if self.positions else ""
-        within += f" through layers {self.layers[0]} to {self.layers[-1]}" if self.layers else ""
+        for work, *more in [self.part] if self.part else ():
+            within = f" in {work.__qualname__}({', '.join(map(str, more))})"
         return f"{self.kind} steps of {self.rows}{within}"
 
 
@@ -335,18 +337,19 @@ class Graphs:
         size = Size("draft" if greedy else "guess", self._padded(rounds, G))
         return self._outputs(size, rounds_3B, rounds if greedy else rounds * G)
 
-    def prefill(self, through: Callable[..., State], layers: range, state: State, step: Step, memory: Memory,
-                shared: Global) -> State:
-        """`Model.through`, as a Step runs it: by a graph, where there can be one."""
-        rows, size, graph = len(step.ids), Size("prefill", _in_octaves(len(step.ids)), layers=layers), None
+    def prefill(self, work: Callable[..., State], state: State, step: Step, memory: Memory, shared: Global,
+                *more: Any) -> State:
+        """Part of a model, as a Step runs it: by a graph, where there can be one."""
+        rows, graph = len(step.ids), None
         alone = self.runner.peers is None  # an exchange has the size of the rank with the most rows
-        if alone and rows and layers and step.image is None and not ops.pinned() and self._able(size):
+        size = Size("prefill", _in_octaves(rows), part=(work, *more))
+        if alone and rows and step.image is None and not ops.pinned() and self._able(size):
             given, index = (step.ids, step.pos, step.gram, state), self._index(rows, size.rows)
-            self._room(layers.start, given).fill(given, index)
+            self._room(size.part, given).fill(given, index)
             graph = self._graph(size)
         if graph is None or not self._sound(graph, size):
             self.counts["eager_prefills"] += 1
-            return through(layers, state, step, memory, shared)
+            return work(state, step, memory, shared, *more)
         self.counts["graph_prefills"] += 1
         self._now = step, shared, index
         graph.replay()
@@ -425,7 +428,7 @@ class Graphs:
             self.runner.engram.settle()  # the step that comes has asked for its rows
         if size.kind == "prefill":
             self._stand_aside(size.rows)
-            work = partial(self._through, size)
+            work = partial(self._part, size)
         else:
             nobody = self._inputs(size, [])
             inputs = Parcel(nobody, self.runner.device)
@@ -494,13 +497,13 @@ class Graphs:
 
     # ---- steps with breaks ---------------------------------------------------------------------------------
 
-    def _through(self, size: Size, pause: Pause) -> State:
-        """Layers over the rows in their room; breaks meet the caches with the rows of the step of now."""
-        runner = self.runner
-        ids, pos, gram, state = self._rooms[size.layers.start].first(size.rows)
+    def _part(self, size: Size, pause: Pause) -> State:
+        """Part of a model over the rows in its room; breaks meet the caches with those of the step of now."""
+        runner, (work, *more) = self.runner, size.part
+        ids, pos, gram, state = self._rooms[size.part].first(size.rows)
         step = Step(ids, pos, {}, (), gram=gram, meet=partial(self._meet, pause))
         step.found = Awaited(step) if isinstance(runner.engram, Remote) else None
-        return runner.model.through(size.layers, state, step, runner.memory, Global())
+        return work(state, step, runner.memory, Global(), *more)
 
     def _meet(self, pause: Pause, work: Callable[..., Tensor | None], step: Step, memory: Memory,
               shared: Global, *rows: Tensor) -> Tensor | None:
@@ -526,8 +529,8 @@ class Graphs:
         runner = self.runner
         if self._nobody is None:
             step, shared = runner.step([runner.placeholder()]), Global()
-            every = range(len(runner.model.layers))
-            runner.model.through(every, runner.model.streams(step.ids), step, runner.memory, shared)
+            state, every = runner.model.streams(step.ids), range(len(runner.model.layers))
+            runner.model.through(state, step, runner.memory, shared, every)
             self._nobody = step, shared
         self._now = *self._nobody, self._index(1, rows)
 

@@ -69,4 +69,4 @@ def test_idle_time_lies_between_what_runs_on_the_gpu():
     events = [mark(0), event(11, 9, "gpu_memcpy"), event(25, 10), event(20, 8), mark(40), event(50, 10),
               mark(70), event(71, 28), mark(99), event(10, 5000, "cpu_op")]
     found = engine.idle_shares(events)  # of 100: 1-11, 41-50 and 60-70 between passes, 35-40 inside one
-    assert found == pytest.approx({"idle_fraction": 0.29, "gap_fraction": 0.05})
+    assert found == pytest.approx({"idle_fraction": 0.29, "gap_fraction": 0.05, "busy_ms": 0.066})

@@ -269,9 +269,10 @@ def test_prompts_have_the_bits_that_they_have_without_graphs(folder, numerics, r
     found, on = run_prompts(model, lots(full), Backend(), replay=replay)
     for logits, eager in zip(found, want, strict=True):
         assert torch.equal(logits, eager)
-    counts, parts = on.graphs.counts, {size.layers for size in on.graphs.graphs}
+    counts, through, late = on.graphs.counts, model.through, model.layers[3]
     assert counts["graph_prefills"] >= 4 and not counts["graph_failures"] + counts["eager_prefills"]
-    assert parts == {range(6)} | ({range(3), range(4, 6)} if replay == "compact" else set())
+    parts = [(through, range(6)), (through, range(3)), (late.begin,), (late.finish,), (through, range(4, 6))]
+    assert {size.part for size in on.graphs.graphs} == set(parts[: 5 if replay == "compact" else 1])
 
 
 def test_the_end_of_a_long_prompt_runs_by_a_graph(model, monkeypatch):
@@ -279,10 +280,12 @@ def test_the_end_of_a_long_prompt_runs_by_a_graph(model, monkeypatch):
     monkeypatch.setitem(graphs.MOST_ROWS, "prefill", 32)
     want, _ = run_prompts(model, [(long, drive.at_once(long))], replay="compact")
     found, on = run_prompts(model, [(long, drive.at_once(long))], backend, replay="compact")
-    assert torch.equal(found[0], want[0]) and [size.layers for size in on.graphs.graphs] == [range(4, 6)]
-    assert on.graphs.counts["graph_prefills"] == on.graphs.counts["eager_prefills"] == 1
+    assert torch.equal(found[0], want[0])
+    parts = [(model.layers[3].finish,), (model.through, range(4, 6))]
+    assert [size.part for size in on.graphs.graphs] == parts
+    assert on.graphs.counts["graph_prefills"] == on.graphs.counts["eager_prefills"] == 2
     with replayed(prompts=True), ops.use(moe="torch"):
-        assert on.graphs.recapture() == 1 and backend.phases == ["prefill", "prefill"]
+        assert on.graphs.recapture() == 2 and backend.phases == 4 * ["prefill"]
 
 
 @pytest.mark.slow
@@ -319,7 +322,7 @@ def test_prompts_run_eagerly_where_a_graph_may_not(model, caplog, backend, why):
         found, on = run_prompts(model, [(prompt, drive.at_once(prompt)) for _ in range(2)], backend)
     assert all(torch.equal(logits, want[0]) for logits in found)
     assert on.graphs.counts["graph_failures"] == 1 and on.graphs.counts["eager_prefills"] == 2
-    assert f"prefill steps of 32 through layers 0 to 5, which run eagerly: {why}" in caplog.text
+    assert f"prefill steps of 32 in Model.through(range(0, 6)), which run eagerly: {why}" in caplog.text
     with ops.pin(model, "layers.2", moe="torch"):
         found, on = run_prompts(model, [(prompt, drive.at_once(prompt))], Backend())
     assert torch.equal(found[0], want[0]) and not on.graphs.graphs
@@ -378,15 +381,15 @@ def test_a_step_passes_nothing_between_host_and_device(looks, preset):
     with torch.inference_mode(), ops.step("decode"):
         want = held._logits(inputs, directly)  # fills caches, as before a capture
         held._drafts(rounds, directly)
-        step, layers = runner.step([Work(2, [3, 4], IDS, 0, 40, 40)]), range(len(model.layers))
+        step, part = runner.step([Work(2, [3, 4], IDS, 0, 40, 40)]), (model.through, range(len(model.layers)))
         given = step.ids, step.pos, step.gram, model.streams(step.ids)
-        held._room(0, given).fill(given, held._index(40, 40))
+        held._room(part, given).fill(given, held._index(40, 40))
         held._stand_aside(40)
         with looks, graphs.Unbroken() as unbroken:
             found = held._logits(inputs, unbroken.pause)
             held._guesses(rounds, unbroken.pause)
             held._drafts(rounds, unbroken.pause)
-            held._through(graphs.Size("prefill", 40, layers=layers), unbroken.pause)
+            held._part(graphs.Size("prefill", 40, part=part), unbroken.pause)
         assert torch.equal(found[0], want[0])
         asking = ops.use({"moe.experts": "torch"})  # the host for each row's experts
         with asking, pytest.raises(graphs.CannotRepeat, match="tolist"), looks:
