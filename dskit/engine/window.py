@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PROGRAMS = 256  # flags of a peer; more programs than that never run
+PROGRAMS = 8192  # flags of a peer; more programs than that never run
 ALIGN = 256
 
 

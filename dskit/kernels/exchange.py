@@ -13,9 +13,9 @@ Idea
     What is run for itself alone, as a graph is captured, touches no peer; and a graph, which has more rows
     than there are, reads how many are live.
 
-    A program that waits keeps its multiprocessor, so there are fewer of them than those: what runs beside
-    and waits for peers as well, such as NCCL, finds room.  A flag counts calls, which every rank makes in
-    the same order; engine/window.py says why two sets of buffers are not needed.
+    More programs than find room at once do no harm: they start in order on every rank, so that those which
+    wait find their peers at work.  A flag counts turns, which every rank takes in the same order;
+    engine/window.py says why two sets of buffers are not needed.
 
 Shapes
     x_TD, slot_TJ (of all ranks, -1 for none), weight_TJ -> x_RD, weight_RJ, trip.slot_RJ (of this one),
@@ -62,18 +62,16 @@ from dskit.kernels.common import (
 )
 
 Peers = Any  # of engine/exchange.py, with a Window of engine/window.py: known by their attributes alone
-SPARE = 32  # multiprocessors that are left to others
 
 
-def _cut(rows: int, piece: int, programs: int, num_warps: int, turn: int = 1 << 20) -> dict[str, int]:
-    """Rows of an item, channels of its pieces, programs, items of a turn (else all of a program are one)."""
-    return {"rows": rows, "piece": piece, "programs": programs, "turn": turn, "num_warps": num_warps}
+def _cut(tile: int, tiles: int, programs: int, num_warps: int, turn: int = 1 << 16) -> dict[str, int]:
+    """Channels that a program holds at a time, how often for an item, most programs, items of a turn."""
+    return {"tile": tile, "tiles": tiles, "programs": programs, "turn": turn, "num_warps": num_warps}
 
 
-# most rows of a rank -> how they are cut
-FEW = {8: _cut(1, 512, 96, 4), 64: _cut(1, 2048, 96, 8), 256: _cut(1, 8192, 100, 16)}
-CONFIGS = {"exchange.dispatch": {**FEW, 1 << 62: _cut(8, 1024, 100, 16, 4)},
-           "exchange.combine": {**FEW, 1 << 62: _cut(8, 1024, 100, 16)}}
+# most rows of a rank -> how they are cut; what waits costs nothing where there is more to run
+CONFIGS = {name: {8: _cut(1024, 1, 256, 4), 64: _cut(2048, 1, 256, 8), 256: _cut(8192, 1, 128, 16),
+                  1 << 62: _cut(1024, 5, 1056, 4, 2)} for name in ("exchange.dispatch", "exchange.combine")}
 
 
 @dataclass(eq=False)
@@ -114,133 +112,140 @@ def _await(flags_ptr, due, size, RANK: tl.constexpr, FLAGS: tl.constexpr, PEERS:
 
 
 @triton.jit
-def _bytes_of(address_ptr, k, at):
-    """Where a part of rank k's window begins."""
-    return tl.multiple_of((tl.load(address_ptr + k) + at).to(tl.pointer_type(tl.uint8)), 16)
+def _within(base, at):
+    """Where a part of the window begins that lies at an address."""
+    return tl.multiple_of((base + at).to(tl.pointer_type(tl.uint8)), 16)
 
 
 # ---- there -------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _tile(item, D: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr):
-    """Rows [ROWS] of an item, and its groups: whose they are among those, which of the row's, their channels
-    [groups, GROUP].
-    """
-    PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
-    EACH: tl.constexpr = PIECE // GROUP
-    t = tl.cast(item // PIECES * ROWS, tl.int64) + tl.arange(0, ROWS)
-    g = tl.arange(0, ROWS * EACH)
-    group = item % PIECES * EACH + g % EACH
-    row = tl.cast(item // PIECES * ROWS, tl.int64) + g // EACH
-    return t, row, group, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+def _channels(item, i, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr):
+    """Groups and channels [groups, GROUP] of tile i of an item: a row has PARTS items of TILES tiles."""
+    PARTS: tl.constexpr = (D + TILE * TILES - 1) // (TILE * TILES)
+    group = (item % PARTS * TILES + i) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    return group, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
-def _some(slot, EACH: tl.constexpr):
-    """For each of a row's groups [ROWS * EACH] whether any of its slots is one."""
-    some = (tl.max(slot, axis=1) >= 0).to(tl.int32)
-    return some[:, None].broadcast_to(slot.shape[0], EACH).reshape(slot.shape[0] * EACH) > 0
+def _row_of(item, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    return tl.cast(item // ((D + TILE * TILES - 1) // (TILE * TILES)), tl.int64)
 
 
 @triton.jit
-def _send(x_ptr, asked_ptr, weight_ptr, address_ptr, rows_at, slots_at, weights_at, item, T, rows, slots,
-          stride_x, stride_row, size, RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-          J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+def _send(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, rows_at, slots_at, weights_at, item, T, rows,
+          slots, stride_x, stride_row, size, RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+          J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
           BLOCK_J: tl.constexpr):
-    """A piece of some rows to every rank that has a slot for them; with each piece, since its flag is for it
-    alone, the slots that say what came.
+    """A part of a row to every rank that has a slot for it; with each part, since its flag is for it alone,
+    the slots that say whether it came.
     """
-    EACH: tl.constexpr = PIECE // GROUP
-    t, row, group, channel = _tile(item, D, ROWS, PIECE, GROUP)
-    j = tl.arange(0, BLOCK_J)[None, :]
-    choice = t[:, None] * J + j
-    inside = (j < J) & (t[:, None] < T)
-    asked = tl.load(asked_ptr + choice, mask=inside, other=-1)
-    weight = tl.load(weight_ptr + choice, mask=inside, other=0.0)
-    x = tl.load(x_ptr + row[:, None] * stride_x + channel, mask=(channel < D) & (row[:, None] < T), other=0.0)
-    if KIND is not None:
-        value, scale = scaled(x.to(tl.float32), KIND)
-        code, byte = e4m3_code(value), scale_byte(scale, KIND).reshape(ROWS * EACH)
-    row += RANK * rows
-    choice += RANK * rows * J
+    t = _row_of(item, D, TILE, TILES)
+    row = RANK * rows + t
+    j = tl.arange(0, BLOCK_J)
+    inside = j < tl.where(t < T, J, 0)
+    asked = tl.load(asked_ptr + t * J + j, mask=inside, other=-1)
+    weight = tl.load(weight_ptr + t * J + j, mask=inside, other=0.0)
+    xs, bases, widths = (), (), ()
+    for i in tl.static_range(TILES):
+        group, channel = _channels(item, i, D, TILE, TILES, GROUP)
+        xs += (tl.load(x_ptr + t * stride_x + channel, mask=channel < tl.where(t < T, D, 0), other=0.0),)
     for k in tl.static_range(SIZE):
-        inside = (j < J) & (t[:, None] < (rows if k == RANK else tl.where(size > 0, rows, 0)))
-        slot = tl.where(inside & (asked >= k * slots) & (asked < (k + 1) * slots), asked - k * slots, -1)
-        some = _some(slot, EACH)
-        there = _bytes_of(address_ptr, k, rows_at)
-        inner = (channel < D) & some[:, None]
-        if KIND is None:
-            tl.store(there.to(x_ptr.dtype) + row[:, None] * D + channel, x, mask=inner)
-        else:
-            there += row * stride_row
-            tl.store(there[:, None] + channel, code, mask=inner)
-            tl.store(there + D + group, byte, mask=(group * GROUP < D) & some)
-        tl.store(_bytes_of(address_ptr, k, slots_at).to(asked_ptr.dtype) + choice, slot, mask=inside)
-        tl.store(_bytes_of(address_ptr, k, weights_at).to(weight_ptr.dtype) + choice, weight, mask=inside)
+        bases += (tl.load(address_ptr + k),)
+    for k in tl.static_range(SIZE):
+        reach = J if k == RANK else tl.where(size > 0, J, 0)
+        here = (asked >= k * slots) & (asked < (k + 1) * slots)
+        slot = tl.where(here & (j < reach), asked - k * slots, -1)
+        widths += (tl.where(tl.max(slot, axis=0) >= 0, D, 0),)
+        slot_ptr = _within(bases[k], slots_at).to(asked_ptr.dtype) + row * J
+        tl.store(slot_ptr + j, slot, mask=j < reach)
+        share_ptr = _within(bases[k], weights_at).to(weight_ptr.dtype) + row * J
+        tl.store(share_ptr + j, weight, mask=j < reach)
+    for i in tl.static_range(TILES):
+        group, channel = _channels(item, i, D, TILE, TILES, GROUP)
+        if KIND is not None:
+            value, scale = scaled(xs[i].to(tl.float32), KIND)
+            code, byte = e4m3_code(value), scale_byte(scale, KIND).reshape(TILE // GROUP)
+        for k in tl.static_range(SIZE):
+            there = _within(bases[k], rows_at)
+            if KIND is None:
+                tl.store(there.to(x_ptr.dtype) + row * D + channel, xs[i], mask=channel < widths[k])
+            elif k == RANK:
+                tl.store(out_ptr + row * D + channel, xs[i], mask=channel < widths[k])
+            else:
+                tl.store(there + row * stride_row + channel, code, mask=channel < widths[k])
+                tl.store(there + row * stride_row + D + group, byte, mask=group * GROUP < widths[k])
 
 
 @triton.jit
-def _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, OWN: tl.constexpr, RANK: tl.constexpr,
-             SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-             ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The same piece of the same rows of this rank (`OWN`), or of every other, from its codes."""
-    t, row, group, channel = _tile(item, D, ROWS, PIECE, GROUP)
-    j = tl.arange(0, BLOCK_J)[None, :]
-    inside = (j < J) & (t[:, None] < rows)
+def _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, RANK: tl.constexpr, SIZE: tl.constexpr,
+             D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+             TILES: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The same part of the same row of every peer, from its codes."""
+    t = _row_of(item, D, TILE, TILES)
+    j = tl.arange(0, BLOCK_J)
+    widths = ()
     for k in tl.static_range(SIZE):
-        if (k == RANK) == OWN:
-            slot = tl.load(slot_ptr + (k * rows + t[:, None]) * J + j, mask=inside, other=-1)
-            some = _some(slot, PIECE // GROUP)
-            there = codes_ptr + (k * rows + row) * stride_row
-            code = tl.load(there[:, None] + channel, mask=(channel < D) & some[:, None], other=0)
-            byte = tl.load(there + D + group, mask=(group * GROUP < D) & some, other=0)
-            x = narrow(from_e4m3(code) * scale_value(byte, KIND)[:, None], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (k * rows + row[:, None]) * D + channel, x, mask=(channel < D) & some[:, None])
+        slot = tl.load(slot_ptr + (k * rows + t) * J + j, mask=j < J, other=-1)
+        widths += (tl.where(tl.max(slot, axis=0) >= 0, D, 0),)
+    for k in tl.static_range(SIZE):
+        if k != RANK:
+            row, codes, bytes_ = k * rows + t, (), ()
+            there = codes_ptr + row * stride_row
+            for i in tl.static_range(TILES):
+                group, channel = _channels(item, i, D, TILE, TILES, GROUP)
+                codes += (tl.load(there + channel, mask=channel < widths[k], other=0),)
+                bytes_ += (tl.load(there + D + group, mask=group * GROUP < widths[k], other=0),)
+            for i in tl.static_range(TILES):
+                group, channel = _channels(item, i, D, TILE, TILES, GROUP)
+                x = from_e4m3(codes[i]) * scale_value(bytes_[i], KIND)[:, None]
+                tl.store(out_ptr + row * D + channel, narrow(x, out_ptr.dtype.element_ty),
+                         mask=channel < widths[k])
 
 
 @triton.jit
 def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_ptr, codes_ptr, slot_ptr,
                      seen_ptr, flags_at, rows_at, slots_at, weights_at, T, rows, slots, stride_x, stride_row,
-                     live_ptr, alone_ptr, turns, RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
-                     J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-                     PIECE: tl.constexpr, BLOCK_J: tl.constexpr, TURN: tl.constexpr, FLAGS: tl.constexpr,
+                     live_ptr, alone_ptr, turns, each, RANK: tl.constexpr, SIZE: tl.constexpr,
+                     D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+                     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr,
                      PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
-    """In turns of TURN items: what came in the last one is restored while the next one travels."""
+    """In turns of `each` items: what came in the last one is restored while the next one travels."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    items = tl.cdiv(rows, ROWS) * ((D + PIECE - 1) // PIECE)
+    items = rows * ((D + TILE * TILES - 1) // (TILE * TILES))
     seen = tl.load(seen_ptr + program)
     size = tl.where(tl.load(alone_ptr) == 0, SIZE, 0)  # of those that are written to and waited for
     if live_ptr is not None:
         T = tl.minimum(tl.load(live_ptr).to(tl.int32), T)
     for turn in range(turns + 1):
-        first = turn * TURN * programs + program
+        first = turn * each * programs + program
         if SEND and turn < turns:
-            for item in range(first, tl.minimum(first + TURN * programs, items), programs):
-                _send(x_ptr, asked_ptr, weight_ptr, address_ptr, rows_at, slots_at, weights_at, item, T, rows,
-                      slots, stride_x, stride_row, size, RANK, SIZE, D, J, KIND, GROUP, ROWS, PIECE, BLOCK_J)
+            for item in range(first, tl.minimum(first + each * programs, items), programs):
+                _send(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, rows_at, slots_at, weights_at, item,
+                      T, rows, slots, stride_x, stride_row, size, RANK, SIZE, D, J, KIND, GROUP, TILE, TILES,
+                      BLOCK_J)
             _raise(address_ptr, flags_at, size, RANK, FLAGS, PEERS)
-        first -= TURN * programs
+        first -= each * programs
         if RECEIVE and turn > 0:
-            for own in tl.static_range(1, -1, -1):
-                if own == 0:
-                    _await(flags_ptr, seen + turn, size, RANK, FLAGS, PEERS)
-                if KIND is not None:
-                    for item in range(first, tl.minimum(first + TURN * programs, items), programs):
-                        _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, own == 1, RANK, SIZE,
-                                 D, J, KIND, GROUP, ROWS, PIECE, BLOCK_J)
+            _await(flags_ptr, seen + turn, size, RANK, FLAGS, PEERS)
+            if KIND is not None:
+                for item in range(first, tl.minimum(first + each * programs, items), programs):
+                    _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, RANK, SIZE, D, J, KIND,
+                             GROUP, TILE, TILES, BLOCK_J)
     if RECEIVE:
         tl.store(seen_ptr + program, tl.where(size > 0, seen + turns, seen))
 
 
-def _how(name: str, peers: Peers, rows: int, answers: int, D: int, group: int = 1
-         ) -> tuple[int, dict[str, int]]:
-    """(items, how they are cut): the same on every rank."""
+def _how(name: str, peers: Peers, rows: int, items: int, D: int, group: int = 1) -> dict[str, int]:
+    """How so many rows or answers are cut: the same on every rank."""
     config = tuned(name, (rows, D, peers.size), up_to(CONFIGS[name], rows))
-    piece = max(group, min(config["piece"], pow2(D)))
-    items = cdiv(answers, config["rows"]) * cdiv(D, piece)
-    programs = max(1, min(config["programs"], peers.window.processors - SPARE, items))
-    warps = min(config["num_warps"], max(1, config["rows"] * piece // 128))
-    return items, config | {"piece": piece, "programs": programs, "num_warps": warps}
+    tile = max(group, min(config["tile"], pow2(D)))
+    tiles = min(config["tiles"], cdiv(D, tile))
+    items *= cdiv(D, tile * tiles)
+    programs = min(config["programs"], items)
+    turn = min(config["turn"], cdiv(items, programs))
+    return {"tile": tile, "tiles": tiles, "programs": programs, "turn": turn, "items": items,
+            "num_warps": min(config["num_warps"], max(1, tile // 128))}
 
 
 def _apart(peers: Peers, rows: int | None, fmt: str | None, *tensors: Tensor) -> str | None:
@@ -259,11 +264,8 @@ def _apart(peers: Peers, rows: int | None, fmt: str | None, *tensors: Tensor) ->
 @ops.implement("exchange.dispatch", "triton", when=lambda x, slot, weight, slots, fmt, peers, rows:
                _apart(peers, rows, fmt, x, weight))
 def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: str | None, peers: Peers,
-             rows: int | None, send: bool = True, receive: bool = True) -> tuple[Tensor, Tensor, Trip]:
-    """(x_RD, weight_RJ, trip): `rows` of each rank, those with no slot here are none.
-
-    send, receive: one half alone, where the ranks are one after the other.
-    """
+             rows: int | None) -> tuple[Tensor, Tensor, Trip]:
+    """(x_RD, weight_RJ, trip): `rows` of each rank, those with no slot here are none."""
     (T, D), J, window, size = x_TD.shape, slot_TJ.shape[1], peers.window, peers.size
     require(rows >= T, "x_TD", f"has {T} rows, {rows} were agreed on")
     require(slot_TJ.shape == weight_TJ.shape == (T, J), "slot_TJ", f"is {tuple(slot_TJ.shape)}, weight_TJ "
@@ -275,16 +277,24 @@ def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: 
         out = torch.empty(size * rows, D, dtype=x.dtype, device=x.device)
     else:
         out = window.part("rows", x.dtype, size * rows, D)
-    items, how = _how("exchange.dispatch", peers, rows, rows, D, group)
+    trip = Trip(asked, slot_RJ, slots, rows)
     if rows:
-        _dispatch_kernel[(how["programs"],)](
-            x, asked, weight, out, window.address_K, window.part("flags", torch.int64, 1), window.own[
-                window.at["rows"]:], slot_RJ, window.seen[0], window.at["flags"], window.at["rows"],
-            window.at["slots"], window.at["weights"], T, rows, slots, x.stride(0), D + cdiv(D, group),
-            peers.live, window.alone, cdiv(items, how["programs"] * how["turn"]), peers.rank, size, D, J,
-            kind, group, how["rows"], how["piece"], pow2(J), how["turn"], window.seen.shape[1],
-            max(2, pow2(size)), send, receive, num_warps=how["num_warps"])
-    return out, window.part("weights", torch.float32, size * rows, J), Trip(asked, slot_RJ, slots, rows)
+        _there(out, trip, x, weight, (kind, group), peers)
+    return out, window.part("weights", torch.float32, size * rows, J), trip
+
+
+def _there(out: Tensor, trip: Trip, x: Tensor, weight: Tensor, fmt: tuple[str | None, int], peers: Peers,
+           send: bool = True, receive: bool = True) -> None:
+    """The launch; one half of it, where ranks are one after the other."""
+    (T, D), (kind, group), window, J = x.shape, fmt, peers.window, weight.shape[1]
+    how, at = _how("exchange.dispatch", peers, trip.rows, trip.rows, D, group), window.at
+    _dispatch_kernel[(how["programs"],)](
+        x, trip.asked_TJ, weight, out, window.address_K, window.part("flags", torch.int64, 1),
+        window.own[at["rows"]:], trip.slot_RJ, window.seen[0], at["flags"], at["rows"], at["slots"],
+        at["weights"], T, trip.rows, trip.slots, x.stride(0), D + cdiv(D, group), peers.live, window.alone,
+        cdiv(how["items"], how["programs"] * how["turn"]), how["turn"], peers.rank, peers.size, D, J, kind,
+        group, how["tile"], how["tiles"], pow2(J), window.seen.shape[1], max(2, pow2(peers.size)), send,
+        receive, num_warps=how["num_warps"])
 
 
 # ---- back --------------------------------------------------------------------------------------------------
@@ -309,30 +319,32 @@ def _places(asked_ptr, place_ptr, first, T, live, slots, rows, SIZE: tl.constexp
 
 @triton.jit
 def _return(y_ptr, slot_ptr, address_ptr, answers_at, item, k, answers, stride_y, reach, RANK: tl.constexpr,
-            D: tl.constexpr, CHOICES: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-            PIECE: tl.constexpr):
-    """A piece of some answers to rank k, which has asked for them; reach: D, or 0 where it is left alone."""
-    PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
-    BLOCK: tl.constexpr = triton.next_power_of_2(CHOICES)
-    a = tl.cast(item // PIECES * ROWS, tl.int64) + tl.arange(0, ROWS)
-    d = item % PIECES * PIECE + tl.arange(0, PIECE)[None, :]
-    j = tl.arange(0, BLOCK)[None, :]
-    there = k * answers + a[:, None]
-    slot = tl.load(slot_ptr + there * CHOICES + j, mask=(j < CHOICES) & (a[:, None] < answers), other=-1)
-    width = tl.where(tl.max(slot, axis=1) >= 0, reach, 0)[:, None]
-    y = tl.load(y_ptr + there * stride_y + d, mask=d < width, other=0.0)
-    to = (1 + a if EACH else 1 + RANK * answers + a)[:, None]
-    tl.store(_bytes_of(address_ptr, k, answers_at).to(y_ptr.dtype) + to * D + d, y, mask=d < width)
+            D: tl.constexpr, CHOICES: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
+            TILES: tl.constexpr):
+    """A part of an answer to rank k, which has asked for it; reach: D, or 0 where it is left alone."""
+    a = _row_of(item, D, TILE, TILES)
+    there = k * answers + a
+    j = tl.arange(0, triton.next_power_of_2(CHOICES))
+    slot = tl.load(slot_ptr + there * CHOICES + j, mask=j < CHOICES, other=-1)
+    width = tl.where(tl.max(slot, axis=0) >= 0, reach, 0)
+    to = 1 + a if EACH else 1 + RANK * answers + a
+    to_ptr = _within(tl.load(address_ptr + k), answers_at).to(y_ptr.dtype) + to * D
+    ys = ()
+    for i in tl.static_range(TILES):
+        d, _ = _channels(item, i, D, TILE, TILES, 1)
+        ys += (tl.load(y_ptr + there * stride_y + d, mask=d < width, other=0.0),)
+    for i in tl.static_range(TILES):
+        d, _ = _channels(item, i, D, TILE, TILES, 1)
+        tl.store(to_ptr + d, ys[i], mask=d < width)
 
 
 @triton.jit
 def _combine_kernel(y_ptr, slot_ptr, asked_ptr, place_ptr, address_ptr, flags_ptr, seen_ptr, flags_at,
                     answers_at, T, rows, slots, stride_y, live_ptr, alone_ptr, RANK: tl.constexpr,
                     SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, EACH: tl.constexpr,
-                    ROWS: tl.constexpr, PIECE: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr,
+                    TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr,
                     PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
     """Answers to the ranks whose rows they are, the next one's first, so that all are busy; then its own."""
-    PIECES: tl.constexpr = (D + PIECE - 1) // PIECE
     CHOICES: tl.constexpr = 1 if EACH else J  # of an answer
     program, programs = tl.program_id(0), tl.num_programs(0)
     seen = tl.load(seen_ptr + program)
@@ -340,15 +352,15 @@ def _combine_kernel(y_ptr, slot_ptr, asked_ptr, place_ptr, address_ptr, flags_pt
     live = T if live_ptr is None else tl.load(live_ptr).to(tl.int32)
     if SEND:
         answers = rows * J if EACH else rows  # of a rank
-        items = tl.cdiv(answers, ROWS) * PIECES
-        for item in range(program, (SIZE - 1) * items, programs):
-            k = (item // items + RANK + 1) % SIZE
-            _return(y_ptr, slot_ptr, address_ptr, answers_at, item % items, k, answers, stride_y,
-                    tl.where(size > 0, D, 0), RANK, D, CHOICES, EACH, ROWS, PIECE)
-        _raise(address_ptr, flags_at, size, RANK, FLAGS, PEERS)
+        items = answers * ((D + TILE * TILES - 1) // (TILE * TILES))
         for item in range(program, items, programs):
+            for step in tl.static_range(1, SIZE):
+                _return(y_ptr, slot_ptr, address_ptr, answers_at, item, (RANK + step) % SIZE, answers,
+                        stride_y, tl.where(size > 0, D, 0), RANK, D, CHOICES, EACH, TILE, TILES)
+            if item + programs >= items:
+                _raise(address_ptr, flags_at, size, RANK, FLAGS, PEERS)
             _return(y_ptr, slot_ptr, address_ptr, answers_at, item, RANK, answers, stride_y, D, RANK, D,
-                    CHOICES, EACH, ROWS, PIECE)
+                    CHOICES, EACH, TILE, TILES)
         for first in range(program * 64, T, programs * 64):
             _places(asked_ptr, place_ptr, first, T, live, slots, rows, SIZE, J, BLOCK_J, EACH, 64)
     if RECEIVE:
@@ -358,23 +370,29 @@ def _combine_kernel(y_ptr, slot_ptr, asked_ptr, place_ptr, address_ptr, flags_pt
 
 @ops.implement("exchange.combine", "triton", when=lambda y, trip, each, peers: refuse(y) if isinstance(
                trip, Trip) else "its rows came by another implementation of exchange.dispatch")
-def combine(y: Tensor, trip: Trip, each: bool, peers: Peers, send: bool = True, receive: bool = True
-            ) -> tuple[Tensor, Tensor]:
+def combine(y: Tensor, trip: Trip, each: bool, peers: Peers) -> tuple[Tensor, Tensor]:
     """(rows, place) for moe.combine: answers of this rank's tokens; row 0 is zeros.
 
     y: an answer for each row that a rank may bring, or `each` of its choices.
     """
-    (T, J), window, size, rows, D = trip.asked_TJ.shape, peers.window, peers.size, trip.rows, y.shape[1]
+    (T, J), size, rows, D = trip.asked_TJ.shape, peers.size, trip.rows, y.shape[1]
     answers = rows * J if each else rows
     require(len(y) == size * answers, "y", f"has {len(y)} rows, not {size * answers}")
-    y, flags = rows_of(y), size * window.seen.shape[1]
     place = torch.empty(T, J if each else size, dtype=torch.int64, device=y.device)
-    _, how = _how("exchange.combine", peers, rows, size * answers, D)
     if rows:
-        _combine_kernel[(how["programs"],)](
-            y, trip.slot_RJ, trip.asked_TJ, place, window.address_K,
-            window.part("flags", torch.int64, 2, flags)[1], window.seen[1], window.at["flags"] + 8 * flags,
-            window.at["answers"], T, rows, trip.slots, y.stride(0), peers.live, window.alone, peers.rank,
-            size, D, J, each, how["rows"], how["piece"], pow2(J), window.seen.shape[1], max(2, pow2(size)),
-            send, receive, num_warps=how["num_warps"])
-    return window.part("answers", y.dtype, 1 + (answers if each else size * rows), D), place
+        _back(place, trip, rows_of(y), each, peers)
+    return peers.window.part("answers", y.dtype, 1 + (answers if each else size * rows), D), place
+
+
+def _back(place: Tensor, trip: Trip, y: Tensor, each: bool, peers: Peers, send: bool = True,
+          receive: bool = True) -> None:
+    """The launch; one half of it, where ranks are one after the other."""
+    (T, J), window, D = trip.asked_TJ.shape, peers.window, y.shape[1]
+    how = _how("exchange.combine", peers, trip.rows, len(y) // peers.size, D)
+    flags = peers.size * window.seen.shape[1]
+    _combine_kernel[(how["programs"],)](
+        y, trip.slot_RJ, trip.asked_TJ, place, window.address_K,
+        window.part("flags", torch.int64, 2, flags)[1], window.seen[1], window.at["flags"] + 8 * flags,
+        window.at["answers"], T, trip.rows, trip.slots, y.stride(0), peers.live, window.alone, peers.rank,
+        peers.size, D, J, each, how["tile"], how["tiles"], pow2(J), window.seen.shape[1],
+        max(2, pow2(peers.size)), send, receive, num_warps=how["num_warps"])

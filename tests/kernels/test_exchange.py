@@ -53,20 +53,28 @@ def by_torch(size, x, slot, weight, fmt, each, monkeypatch):
     return on_ranks(size, work, monkeypatch)
 
 
-def by_kernels(ranks, x, slot, weight, fmt, each, rows):
-    """The same, by halves: everyone sends, then everyone receives."""
-    for peers in ranks:
-        k = peers.rank
-        kernels.dispatch(x[k], slot[k], weight[k], SLOTS, fmt, peers, rows, receive=False)
-    came = [kernels.dispatch(x[p.rank], slot[p.rank], weight[p.rank], SLOTS, fmt, p, rows, send=False)
-            for p in ranks]
+def by_halves(monkeypatch, launch, work):
+    """What `work` gives of each rank, when everyone has sent before anyone receives."""
+    launched, real = [], getattr(kernels, launch)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, launch, lambda *args: launched.append(args))
+        found = work()
+    for half in ({"receive": False}, {"send": False}):
+        for args in launched:
+            real(*args, **half)
+    return found
+
+
+def by_kernels(ranks, x, slot, weight, fmt, each, rows, monkeypatch):
+    came = by_halves(monkeypatch, "_there", lambda: [
+        kernels.dispatch(x[p.rank], slot[p.rank], weight[p.rank], SLOTS, fmt, p, rows) for p in ranks])
     y = [answers_of(rows, trip.slot_RJ, k, each) for k, (rows, _, trip) in enumerate(came)]
-    places = [kernels.combine(y[p.rank], came[p.rank][2], each, p, receive=False)[1] for p in ranks]
-    held = [kernels.combine(y[p.rank], came[p.rank][2], each, p, send=False)[0] for p in ranks]
+    back = by_halves(monkeypatch, "_back", lambda: [
+        kernels.combine(y[p.rank], came[p.rank][2], each, p) for p in ranks])
     found = []
-    for (rows, share, trip), answers, place in zip(came, held, places, strict=True):
+    for (rows, share, trip), answers in zip(came, back, strict=True):
         here = (trip.slot_RJ >= 0).any(dim=1)
-        total = add_up(answers, place, None, rows.dtype)
+        total = add_up(*answers, None, rows.dtype)
         found.append((rows[here], share[here], trip.slot_RJ[here], total))
     return found
 
@@ -94,7 +102,7 @@ ALL = [(*case, fmt, each) for case in CASES for fmt in (None, "fp8_32") for each
 def test_what_arrives_is_what_travels_by_torch(counts, width, choices, kind, fmt, each, monkeypatch):
     dtype = torch.bfloat16 if fmt else torch.float32
     ranks = windows(len(counts), width, choices, dtype, each)
-    cut = kernels._cut(2, 32, 3, 4, turn=1)  # programs with several items, in several turns
+    cut = kernels._cut(32, 2, 3, 4, turn=1)  # programs with several items, in several turns
     with trial(dict.fromkeys(kernels.CONFIGS, cut)):
         for rows in (max(counts), max(counts) + 1):  # the same windows twice, other places in them
             x, slot, weight = drawn(counts, width, choices, kind, dtype)
@@ -104,7 +112,7 @@ def test_what_arrives_is_what_travels_by_torch(counts, width, choices, kind, fmt
                                     for one in part] for part in (x, slot, weight))
                 for peers, count in zip(ranks, counts, strict=True):
                     peers.live = torch.tensor([count])
-            found = by_kernels(ranks, x, slot, weight, fmt, each, rows)
+            found = by_kernels(ranks, x, slot, weight, fmt, each, rows, monkeypatch)
             found = [(*one[:3], one[3][:count]) for one, count in zip(found, counts, strict=True)]
             for one, two in zip(want, found, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
