@@ -7,7 +7,9 @@ ran there: between two passes of the model, and in the gaps inside them. No draf
 of a few lengths are timed likewise, one at a time.
 The n-gram tables are put wherever they can lie here, and the model decodes with each: how long its layers
 waited for rows, and how many rows a second come when many are asked for.
-With `--ep N` N ranks share the experts of the model and rebalance them once while they decode.
+With `--ep N` the routing of eight answers is recorded, and plans for N ranks are made from every other step
+and judged on the steps between; then N ranks share the experts and rebalance them once while they decode, the
+draft's too.
 
 Units: microseconds per step; operations per second; `idle_fraction`, between two passes, and `gap_fraction`,
 inside them, of the time from the first kernel to the last one, under a trace, which widens gaps; `busy_ms` of
@@ -32,10 +34,11 @@ import torch
 
 from dskit import checkpoint, traces
 from dskit.bench.environment import deliver, header, say
+from dskit.bench.latency import Prompts
 from dskit.chat import Tokenizer
 from dskit.checkpoint import locate
 from dskit.config import ModelConfig, preset
-from dskit.engine import engram
+from dskit.engine import engram, eplb
 from dskit.engine.config import EngineConfig
 from dskit.engine.host import current
 from dskit.engine.llm import LLM
@@ -43,6 +46,7 @@ from dskit.engine.pools import Blocks, Slots
 from dskit.engine.scheduler import Scheduler
 from dskit.engine.seq import Request, Sampled, SamplingParams, Sequence, StepResult
 from dskit.engine.text import TextStream
+from dskit.viz.notebook import tap
 
 INTERVAL = "Scheduler.plan and Scheduler.commit of a decode step, detokenisation included; no model runs"
 REQUESTS = (1, 32, 128)  # that decode while the GPU's idle time is looked at
@@ -69,7 +73,8 @@ def measure(args: Any) -> dict[str, Any]:
     report["engram"] = engram_rows(args, torch.device(device))
     report["idle"], report["prompts"] = rows, _ = gpu_rows(args) if device != "cpu" else ([], [])
     report["idle_reason"] = None if rows else reason
-    report["eplb"] = eplb_row(args) if args.expert_parallel_size > 1 else None
+    report["eplb_plans"] = plan_rows(args) if args.expert_parallel_size > 1 else []
+    report["eplb"] = eplb_rows(args) if args.expert_parallel_size > 1 else []
     report["idle_fraction"] = max((r["idle_fraction"] for r in rows if r["overlap"] and r["graphs"]),
                                   default=None)
     return report
@@ -367,23 +372,52 @@ def idle_shares(events: list[dict[str, Any]]) -> dict[str, float]:
 # ---- experts that move -----------------------------------------------------------------------------------
 
 
-def eplb_row(args: Any, requests: int = 16, interval: int = 192) -> dict[str, Any]:
-    """One rebalance under load: the balance before and after it, and what it has taken."""
+def recorded(args: Any, answers: int = 8, steps: int = 100) -> torch.Tensor:
+    """Rows that each expert received [steps, layers, experts] while a model decoded so many answers."""
+    say(f"{args.model}: routing of {steps} steps")
+    params = SamplingParams(temperature=1.0, seed=args.seed, max_tokens=steps + 1, ignore_eos=True)
+    with LLM(args.model, args.device, args.numerics, args.seed, speculate="off") as llm:
+        with tap(llm, "layers.*.ffn.gate") as seen:
+            llm.generate(Prompts(llm, args.seed).draw(answers, 100), params)
+        E = llm.config.n_routed_experts
+        layers = [[topk.flatten().bincount(minlength=E) for topk, _ in calls[-steps:]]
+                  for calls in seen.values()]
+    return torch.stack([torch.stack(each) for each in layers], dim=1).cpu()
+
+
+def plan_rows(args: Any) -> list[dict[str, Any]]:
+    """Balances of the layers together, without replicas and with some: of the first layout, and of plans."""
+    rows_SLE, ranks, found = recorded(args), args.expert_parallel_size, []
+    seen, later, E = rows_SLE[::2], rows_SLE[1::2], rows_SLE.shape[2]
+    for slots in (eplb.slots_for(E, extra, ranks) for extra in (0, E // 8)):
+        first = torch.tensor(eplb.spread(E, slots, ranks)).expand(rows_SLE.shape[1], -1)
+        plans = {"first": first} | {name: plan(seen, slots, ranks) for name, plan in eplb.PLANNERS.items()}
+        found.append({"ranks": ranks, "redundant": slots - E} | {
+            name: eplb.overall(eplb.by_slot(later, plan), ranks) for name, plan in plans.items()})
+    return found
+
+
+def eplb_rows(args: Any, requests: int = 16, interval: int = 192) -> list[dict[str, Any]]:
+    """One rebalance under load, of the model and of its draft: the balance before and after, and its cost."""
     ranks = args.expert_parallel_size
     settings = dict(dp=ranks, ep=ranks, enable_eplb=True, eplb_interval=interval, eplb_min_balance=1.0)
-    settings |= dict(num_redundant_experts=ranks, max_num_seqs=requests, max_model_len=1024, speculate="off")
+    settings |= dict(num_redundant_experts=ranks, max_num_seqs=requests, max_model_len=1024)
     rng, params = random.Random(args.seed), SamplingParams(max_tokens=2 * interval, ignore_eos=True)
     say(f"{args.model}: {requests} requests on {ranks} ranks")
     with LLM(args.model, args.device, args.numerics, args.seed, **settings) as llm:
         ids = range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
         handles = [llm.submit(rng.choices(ids, k=64), params) for _ in range(requests)]
-        records = llm.engine.rebalancer.records
-        while not (records and records[0].after is not None or all(handle.finished for handle in handles)):
+        own = llm.engine.rebalancer
+        movers = {"model": own} | ({"draft": own.draft} if own.draft else {})
+        while not all(handle.finished for handle in handles):
+            if all(mover.records and mover.records[0].after is not None for mover in movers.values()):
+                break
             time.sleep(0.01)
-        row = asdict(records[0])
+        rows = [{"ranks": ranks, "requests": requests, "part": part} | asdict(mover.records[0])
+                for part, mover in movers.items() if mover.records]
         for handle in handles:
             handle.cancel()
-    return {"ranks": ranks, "requests": requests} | row
+    return rows
 
 
 def show(report: dict[str, Any]) -> None:
@@ -413,9 +447,14 @@ def show(report: dict[str, Any]) -> None:
     for row in report["prompts"]:
         name = f"prompt of {row['tokens']:,} tokens, {'graphs' if row['graphs'] else 'eager'}"
         table.add_row(name, f"GPU busy {row['busy_ms']:.1f} of {row['ms']:.1f} ms")
-    if row := report["eplb"]:
-        name = f"{row['layers']} layers rebalanced on {row['ranks']} ranks"
-        balance = f"balance {row['before']:.3f} -> {row['after']:.3f}"
+    for row in report["eplb_plans"]:
+        name = f"recorded routing, {row['ranks']} ranks, {row['redundant']} replicas"
+        plans = ", ".join(f"{planner} {row[planner]:.3f}" for planner in eplb.PLANNERS)
+        table.add_row(name, f"balance {row['first']:.3f} -> {plans}")
+    for row in report["eplb"]:
+        name = f"{row['layers']} layers of the {row['part']} rebalanced on {row['ranks']} ranks"
+        after = "unknown" if row["after"] is None else f"{row['after']:.3f}"
+        balance = f"balance {row['before']:.3f} -> {after}"
         table.add_row(name, f"{balance}, {row['stall_ms']:.1f} ms, {row['moved_bytes'] / 1e6:.2f} MB a rank")
     console.print(table)
     if report["idle_reason"]:

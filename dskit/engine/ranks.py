@@ -63,7 +63,8 @@ from dskit.engine.spec import padded
 
 logger = logging.getLogger("dskit.engine")
 TOGETHER = 70  # decode steps after which a prompt is begun if every rank has one
-SHARED = ("steps", "eplb_balance", "eplb_rebalances", "eplb_failures", "eplb_stall_ms")  # not summed
+SHARED = ("steps", "eplb_balance", "eplb_draft_balance", "eplb_rebalances", "eplb_failures",
+          "eplb_stall_ms")  # not summed
 EVERY = 2.0  # between two words about loading
 WARM = 8192  # positions of the longest sequence in the steps that compile kernels
 PAUSE = 0.02  # between two looks of a group that has nothing to do
@@ -98,7 +99,7 @@ class RankEngine(Engine):
             length = min(self.cfg.max_model_len, WARM)
             self.runner.warm_up(self.cfg.max_num_batched_tokens, self.cfg.max_num_seqs, length)
             if self.rebalancer is not None:
-                self.rebalancer.load.drop()
+                self.rebalancer.drop()
 
     def start(self) -> None:
         """Let the engine's thread step with the others, from here to the end."""

@@ -12,7 +12,8 @@ keeps its map and its weights, and nothing is tried for ten intervals. A rank th
 in any step. No step sees new weights under an old map, and what a row is answered depends on neither.
 
 Units: bytes and milliseconds as the names say; a balance is mean over busiest rank, 1 at best.
-State: a Rebalancer counts for the layers of the model itself; experts of the draft stay where they are.
+State: a Rebalancer counts for layers of equally many experts, the model's own; its `draft` is another, for
+the draft's, with plans of its own.
 Errors: whatever torch.distributed raises when a rank is gone or silent.
 Source: engine.md section 12.5.
 """
@@ -105,21 +106,23 @@ def stacks_of(experts: nn.Module) -> list[Tensor]:
 class Rebalancer:
     """Counts what the experts of an expert group receive, and moves them: `after_step` on every rank.
 
+    exchanges: of the layers, by their names in the model.
     interval: steps from one try to the next; None: only count, and look at the balance.
     """
 
+    draft: Rebalancer | None = None
+
     def __init__(self, model: nn.Module, exchanges: dict[str, Exchange], *, interval: int | None = None,
                  min_balance: float = 0.9, algorithm: str = "step-aware"):
-        own = {name: exchange for name, exchange in exchanges.items() if name.startswith("layers.")}
-        self.exchanges = list(own.values())
-        self.experts = [model.get_submodule(name).experts for name in own]
+        self.exchanges = list(exchanges.values())
+        self.experts = [model.get_submodule(name).experts for name in exchanges]
         self.peers = self.exchanges[0].peers
-        self.load = eplb.Load(len(own), self.exchanges[0].slots, self.exchanges[0].load.device)
+        self.load = eplb.Load(len(exchanges), self.exchanges[0].slots, self.exchanges[0].load.device)
         for exchange, now_P in zip(self.exchanges, self.load.now_LP, strict=True):
             exchange.load = now_P
         self.interval, self.min_balance, self.algorithm = interval, min_balance, algorithm
         self.steps, self._next = 0, max(1, interval // 4) if interval else None
-        self.balance, self.rows_LE = 1.0, torch.zeros(len(own), self._E, dtype=torch.int64)
+        self.balance, self.rows_LE = 1.0, torch.zeros(len(exchanges), self._E, dtype=torch.int64)
         """Of the last look: over all layers; rows that each expert received in the window."""
         self.records: deque[Record] = deque(maxlen=64)
         self._totals = {"eplb_rebalances": 0, "eplb_failures": 0, "eplb_moved_bytes": 0, "eplb_stall_ms": 0.0}
@@ -132,19 +135,43 @@ class Rebalancer:
     def of(cls, model: Model, peers: Peers, cfg: EngineConfig) -> Rebalancer:
         """For a rank's part of a model, whose MoE layers get their exchanges."""
         exchanges = attach(model, peers, cfg.num_redundant_experts)
-        return cls(model, exchanges, interval=cfg.eplb_interval if cfg.enable_eplb else None,
-                   min_balance=cfg.eplb_min_balance, algorithm=cfg.eplb_algorithm)
+        how = {"interval": cfg.eplb_interval if cfg.enable_eplb else None,
+               "min_balance": cfg.eplb_min_balance, "algorithm": cfg.eplb_algorithm}
+        own = {name: exchange for name, exchange in exchanges.items() if name.startswith("layers.")}
+        made = cls(model, own, **how)
+        if cfg.drafts:
+            made.draft = cls(model, {n: e for n, e in exchanges.items() if n not in own}, **how)
+        return made
 
     def stats(self) -> dict[str, float]:
         """The balance at the last look; rebalances, failures, and what they have cost this rank."""
-        return {"eplb_balance": self.balance, **self._totals}
+        if self.draft is None:
+            return {"eplb_balance": self.balance, **self._totals}
+        totals = {name: value + self.draft._totals[name] for name, value in self._totals.items()}
+        return {"eplb_balance": self.balance, "eplb_draft_balance": self.draft.balance, **totals}
 
     def close(self) -> None:
         """Plan no more."""
         self._thread.shutdown(cancel_futures=True)
+        if self.draft is not None:
+            self.draft.close()
+
+    def drop(self) -> None:
+        """Forget what was received since the last step."""
+        self.load.drop()
+        if self.draft is not None:
+            self.draft.load.drop()
 
     def after_step(self, counts: bool = True) -> None:
-        """A step has ended on all ranks; `counts`: its rows are of the kind to prepare for."""
+        """A step has ended on all ranks; `counts`: its rows are of the kind to prepare for.
+
+        What the draft received for it is seen at the next one, since the draft guesses behind the step.
+        """
+        self._after_step(counts)
+        if self.draft is not None:
+            self.draft.after_step(counts)
+
+    def _after_step(self, counts: bool) -> None:
         self.load.push() if counts else self.load.drop()
         self.steps += 1
         begin = time.perf_counter()

@@ -244,7 +244,7 @@ class Api:
     async def metrics(self) -> Response:
         """GET /metrics: the engine's counts, and the requests by status."""
         gauges = ("running", "waiting", "blocks_free", "blocks_total", "slots_free", "engram_bytes")
-        gauges += ("eplb_balance",)
+        gauges += ("eplb_balance", "eplb_draft_balance")
         lines = []
         for name, value in self.llm.stats().items():
             full, kind = (f"dskit_{name}", "gauge") if name in gauges else (f"dskit_{name}_total", "counter")

@@ -47,9 +47,14 @@ def test_tables_grow_to_the_size_asked_for():
 def test_a_rebalance_on_two_ranks_is_told(capsys):
     flags = ["--running", "2", "--steps", "10", "--device", "cpu", "--ep", "2", "--json"]
     assert cli.main(["bench", "engine", *flags]) == 0
-    row = json.loads(capsys.readouterr().out)["eplb"]
-    assert row["ranks"] == 2 and 0 < row["before"] < 1 and 0 < row["after"] <= 1
-    assert row["layers"] > 0 and row["moved_bytes"] > 0 and row["stall_ms"] > 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["part"] for row in found["eplb"]] == ["model", "draft"]
+    for row in found["eplb"]:
+        assert row["ranks"] == 2 and 0 < row["before"] < 1 and 0 < row["after"] <= 1
+        assert row["layers"] > 0 and row["moved_bytes"] > 0 and row["stall_ms"] > 0
+    for plan in found["eplb_plans"]:
+        assert plan["ranks"] == 2 and plan["first"] < min(plan["step-aware"], plan["classic"]) <= 1
+    assert [plan["redundant"] > 0 for plan in found["eplb_plans"]] == [False, True]
 
 
 def test_so_many_requests_run_at_any_time():

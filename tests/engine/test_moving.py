@@ -21,12 +21,14 @@ def opened(case: str, ranks: int, **more) -> LLM:
 def slots_hold_their_experts(llm, **kind) -> bool:
     """Whether the weights of this rank's slots are those that its maps name, bit for bit."""
     whole, here = checkpoint.load("tiny", device="cpu", **kind), llm.engine.rebalancer
-    for layer, (exchange, experts) in enumerate(zip(here.exchanges, here.experts, strict=True)):
-        mine = exchange.map.phys2log[: exchange.slots].tolist()
-        every = rebalance.stacks_of(whole.layers[layer].ffn.experts)
-        for found, wanted in zip(rebalance.stacks_of(experts), every, strict=True):
-            if not torch.equal(found, wanted[mine]):
-                return False
+    pairs = [(here, whole.layers)] + ([(here.draft, whole.mtp)] if here.draft else [])
+    for moved, blocks in pairs:
+        for block, exchange, experts in zip(blocks, moved.exchanges, moved.experts, strict=True):
+            mine = exchange.map.phys2log[: exchange.slots].tolist()
+            every = rebalance.stacks_of(block.ffn.experts)
+            for found, wanted in zip(rebalance.stacks_of(experts), every, strict=True):
+                if not torch.equal(found, wanted[mine]):
+                    return False
     return True
 
 
@@ -59,6 +61,23 @@ def test_no_token_changes_while_experts_move_and_one_move_fails(monkeypatch):
         assert slots_hold_their_experts(llm, numerics="release", batch_invariant=True)
     assert stats["eplb_failures"] == 1 and stats["eplb_rebalances"] > 1 and stats["eplb_moved_bytes"] > 0
     assert 0 < stats["eplb_balance"] <= 1 and rows.sum() > 0 and len(calls) > 3
+
+
+@pytest.mark.slow
+def test_the_drafts_experts_move_too_and_no_token_changes():
+    with opened("release, drafts", 1) as alone:
+        wanted = answers(alone, 5, 4)
+    with opened("release, drafts", 2, **EPLB) as llm:
+        draft = llm.engine.rebalancer.draft
+        start = [exchange.map.phys2log.clone() for exchange in draft.exchanges]
+        for _ in range(12):
+            assert answers(llm, 5, 4) == wanted
+            if draft.records and draft.records[-1].layers:
+                break
+        now = [exchange.map.phys2log for exchange in draft.exchanges]
+        assert any(not torch.equal(a, b) for a, b in zip(start, now, strict=True))
+        assert draft.rows_LE.sum() > 0 and 0 < llm.stats()["eplb_draft_balance"] <= 1
+        assert slots_hold_their_experts(llm, numerics="release", batch_invariant=True)
 
 
 @pytest.mark.slow
