@@ -6,7 +6,8 @@ Engram layers find them there: `fetch` starts it, `Lookup.rows` waits for the en
 op (engram.gather), so that the numbers are the same bits.
 
     device   the whole table beside the layer, which reads it itself: small tables
-    shard    each rank holds an equal part of the rows; ids travel to the owners, rows come back (all-to-all)
+    shard    each rank holds an equal part of the rows. GPUs of one NVLink domain read each other's where they
+             are; elsewhere ids travel to the owners, and rows come back (all-to-all)
     host     one copy per node, which all its ranks map, in huge pages where the system gives them; a GPU
              reads it in place over its bus, on a stream of its own
     mmap     the checkpoint's file: the system's page cache holds what was read of late, and nothing else does
@@ -33,6 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,9 @@ from torch import Tensor
 from dskit.checkpoint import Tables
 from dskit.checkpoint.spec import NBYTES, Weight, layout, stored_form
 from dskit.config import ModelConfig
+from dskit.engine import window
 from dskit.engine.host import Fetch, send
-from dskit.layers.engram import Engram, gather
+from dskit.layers.engram import Engram, gather, gather_runs
 from dskit.model import Model
 
 logger = logging.getLogger("dskit.engine")
@@ -249,6 +252,12 @@ class Remote(Placement):
     def _start(self, engram: Engram, row_TC: Tensor) -> Coming:
         raise NotImplementedError
 
+    def _read(self, row_TC: Tensor, work: Callable[[], Tensor]) -> Coming:
+        """Let the GPU read rows where they are, beside what it does besides."""
+        self._follow(row_TC)
+        found = self._on_stream(work)
+        return lambda: found
+
     def _on_stream(self, work: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
         """Do something where the device is not held up: on a GPU on a stream of its own."""
         stream = self._stream
@@ -428,10 +437,9 @@ class Host(Staged):
 
     def _start(self, engram: Engram, row_TC: Tensor) -> Coming:
         if engram.embed.weight.device.type == self.device.type == "cuda":
-            self._follow(row_TC)
             table = engram.embed
-            found = self._on_stream(lambda: gather(table.weight, table.scale, row_TC, table.numerics.dtype))
-            return lambda: found
+            return self._read(row_TC, partial(gather, table.weight, table.scale, row_TC,
+                                              table.numerics.dtype))
         return super()._start(engram, row_TC)
 
     @property
@@ -454,9 +462,15 @@ class Host(Staged):
 
 
 class Shard(Remote):
-    """`shard`: rows in equal runs over the ranks; every rank takes part in every step's exchange."""
+    """`shard`: rows in equal runs over the ranks. Where they are exchanged, all take part in every step's."""
 
     name = "shard"
+
+    def __init__(self, config: ModelConfig, device: torch.device, ranks: Ranks | None = None):
+        super().__init__(config, device, ranks)
+        self.direct = False  # whether the GPUs read each other's runs
+        self._runs: dict[str, list[Tensor]] = {}  # by table: bytes of the codes and scales of every rank
+        self._handles: list[Any] = []  # which keep other ranks' memory mapped
 
     def check(self, files: bool) -> None:
         """Needs ranks, and room for a part."""
@@ -464,6 +478,62 @@ class Shard(Remote):
             raise EngramError("engram_placement is 'shard', which spreads rows over the ranks of a group, "
                               "and there is one rank; choose device, host or mmap")
         self._fits(self.device, 1 / self.ranks.size)
+        if self.device.type == "cuda" and self.config.engram_head_dim % 32 == 0:  # the others: small models
+            try:
+                window.meet(self.ranks.control, self.device)
+                self.direct = True
+            except window.Apart as apart:
+                logger.warning("Engram rows travel by all-to-all: %s", apart)
+
+    def room(self, weight: Weight, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Drawn rows go to where the others read them."""
+        if not self.direct:
+            return super().room(weight, device)
+        rows = len(range(weight.shape[0])[self.share(weight)])
+        return tuple(part[:rows] for part in self._open(weight))
+
+    def keep(self, weight: Weight, tensor: Tensor, scale: Tensor | None, device: torch.device
+             ) -> tuple[Tensor, Tensor | None]:
+        """This rank's rows, where the others read them if they can."""
+        if not self.direct or scale is None or weight.name in self._runs:
+            return super().keep(weight, tensor, scale, device)
+        own = [part[: len(t)].view(t.dtype) for part, t in
+               zip(self._open(weight), (tensor, scale), strict=True)]
+        for part, t in zip(own, (tensor, scale), strict=True):
+            part.copy_(t)
+        return own[0], own[1]
+
+    def serve(self, model: Model) -> Placement:
+        """Once all ranks have loaded, what they hold may be read."""
+        if self.direct:
+            torch.cuda.synchronize(self.device)
+        return super().serve(model)
+
+    def report(self) -> dict[str, Any]:
+        """With whether rows are read where they are."""
+        return super().report() | {"direct": self.direct}
+
+    def close(self) -> None:
+        """Let go of the other ranks' memory."""
+        super().close()
+        self._runs, self._handles = {}, []
+
+    def _open(self, weight: Weight) -> list[Tensor]:
+        """This rank's run of a table: codes and scales, as bytes, in memory that the other GPUs see."""
+        per, Y = self._per_rank(weight), weight.shape[1]
+        runs = self._shared(per * (Y + Y // 32))
+        split = [whole.split((per * Y, per * (Y // 32))) for whole in runs]
+        self._runs[weight.name] = [part.view(per, -1) for run in split for part in run]
+        return self._runs[weight.name][2 * self.ranks.rank :][:2]
+
+    def _shared(self, nbytes: int) -> list[Tensor]:
+        """Bytes of every rank, this one's included; all ranks of the group call this together."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._handles.append(handle := symmetric.rendezvous(own, self.ranks.group))
+        return [own if rank == self.ranks.rank else handle.get_buffer(rank, own.shape, own.dtype)
+                for rank in range(self.ranks.size)]
 
     def _per_rank(self, weight: Weight) -> int:
         return -(-weight.shape[0] // self.ranks.size)
@@ -479,6 +549,11 @@ class Shard(Remote):
         return self._per_rank(weight)
 
     def _start(self, engram: Engram, row_TC: Tensor) -> Coming:
+        if runs := self._runs.get(f"layers.{engram.layer}.engram.embed.weight"):
+            table = engram.embed
+            codes = tuple(run.view(table.weight.dtype) for run in runs[::2])
+            scales = tuple(run.view(table.scale.dtype) for run in runs[1::2])
+            return self._read(row_TC, partial(gather_runs, codes, scales, row_TC, table.numerics.dtype))
         self._follow(row_TC)
         return self._worker.submit(self._on_stream, lambda: self._exchange(engram, row_TC)).result
 
@@ -513,8 +588,8 @@ def choose(config: ModelConfig, device: torch.device, name: str | None = None, *
     files: whether the weights come from some. Raises EngramError and DoesNotFit, before anything is loaded.
     """
     if name == "peer":
-        raise EngramError("engram_placement is 'peer': GPUs do not read each other's rows over NVLink in "
-                          "this version; 'shard' sends them by all-to-all")
+        raise EngramError("engram_placement is 'peer'; it is called 'shard', where GPUs read each other's "
+                          "rows over NVLink if they can, and else send them by all-to-all")
     if name is not None and name not in PLACEMENTS:
         raise EngramError(f"engram_placement is {name!r}; choose {', '.join(PLACEMENTS)}")
     if not config.engram_layer_ids:

@@ -83,8 +83,7 @@ def open_window(group: dist.ProcessGroup, device: torch.device, max_rows: int, w
     """The window of this rank; every rank of the group asks for it at once, and gets it or Apart."""
     import torch.distributed._symmetric_memory as symmetric
 
-    ranks = _gathered(group, _card(device))
-    _agree(group, _apart(ranks, device))
+    ranks = meet(group, device)
     at, nbytes = measured(len(ranks), max_rows, width, choices, dtype, each)
     own, handle, why = None, None, None
     try:
@@ -101,6 +100,13 @@ def open_window(group: dist.ProcessGroup, device: torch.device, max_rows: int, w
     return found
 
 
+def meet(group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
+    """What the ranks say of their GPUs, all of which reach each other's memory; Apart where they do not."""
+    ranks = _gathered(group, _card(device))
+    _agree(group, _apart(ranks, device))
+    return ranks
+
+
 def _gathered(group: dist.ProcessGroup, mine: Any) -> list[Any]:
     found = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
@@ -111,7 +117,7 @@ def _agree(group: dist.ProcessGroup, why: str | None) -> None:
     """Apart, if any rank has a reason; the first one's."""
     for rank, reason in enumerate(_gathered(group, why)):
         if reason is not None:
-            raise Apart(f"rank {rank} of the expert group says: {reason}")
+            raise Apart(f"rank {rank} of the group says: {reason}")
 
 
 def _card(device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Idea
     hash      a tile of tokens x hash columns per n-gram length, the running xor in registers
     gather    tiles of whole scale groups [groups, 32]: 16 codes a thread and many threads, since what binds
-              is how many random rows of 256 bytes are on their way at once; restored on the way out
+              is how many random rows of 256 bytes are on their way at once; restored on the way out.  From
+              runs: the same, each row by the address of the run that has it
     gate      as many programs as the GPU holds at once, each with one stream's gains in its registers, walk
               down the tokens: stream, key and value are loaded together, three sums are made, the value is
               added.  A token's streams are worked on side by side, so that its value comes from memory once
@@ -115,6 +116,24 @@ def _gather_kernel(code_ptr, scale_ptr, row_ptr, out_ptr, R, PER_ROW: tl.constex
     tl.store(out_ptr + group[:, None] * 32 + i, narrow(value, out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
+@triton.jit
+def _gather_runs_kernel(code_ptrs, scale_ptrs, row_ptr, out_ptr, R, per, RUNS: tl.constexpr,
+                        PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, 32)[None, :]
+    inside = group < R * PER_ROW
+    row = tl.load(row_ptr + group // PER_ROW, mask=inside, other=0)
+    code_ptr, scale_ptr = code_ptrs[0] + 0 * row, scale_ptrs[0] + 0 * row  # of the run that has the row
+    for k in tl.static_range(1, RUNS):
+        code_ptr = tl.where(row >= k * per, code_ptrs[k], code_ptr)
+        scale_ptr = tl.where(row >= k * per, scale_ptrs[k], scale_ptr)
+    held = row % per * PER_ROW + group % PER_ROW
+    code = tl.load((code_ptr + held * 32)[:, None] + i, mask=inside[:, None], other=0)
+    scale = from_e8m0(tl.load(scale_ptr + held, mask=inside, other=127))
+    value = from_e4m3(code) * scale[:, None]
+    tl.store(out_ptr + group[:, None] * 32 + i, narrow(value, out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
 def _cannot_gather(weight: Tensor, scale: Tensor | None, row_TC: Tensor, dtype: torch.dtype) -> str | None:
     if scale is None:
         return "a table of numbers is read by plain indexing, which has a gradient"
@@ -135,6 +154,27 @@ def gather(weight: Tensor, scale: Tensor | None, row_TC: Tensor, dtype: torch.dt
         _gather_kernel[(cdiv(T * C * Y // 32, block),)](
             weight.contiguous().view(torch.uint8), scale.contiguous().view(torch.uint8), row_TC.contiguous(),
             out, T * C, Y // 32, block, num_warps=config["num_warps"])
+    return out
+
+
+@ops.implement("engram.gather_runs", "triton", when=lambda weight, scale, row, dtype: refuse(*weight, row))
+def gather_runs(weight: tuple[Tensor, ...], scale: tuple[Tensor, ...], row_TC: Tensor, dtype: torch.dtype
+                ) -> Tensor:
+    """The same from runs of equally many rows, wherever this GPU can read them."""
+    (T, C), (per, Y) = row_TC.shape, weight[0].shape
+    require(Y % 32 == 0, "weight", f"has rows of {Y} codes; scales stand for 32")
+    for codes, scales in zip(weight, scale, strict=True):
+        require(codes.shape == (per, Y) and codes.is_contiguous(), "weight",
+                f"has a run of {tuple(codes.shape)}, not of {(per, Y)} side by side")
+        require(scales.shape == (per, Y // 32) and scales.is_contiguous(), "scale",
+                f"has a run of {tuple(scales.shape)}, not of {(per, Y // 32)} side by side")
+    out = torch.empty(T, C * Y, dtype=dtype, device=row_TC.device)
+    config = tuned("engram.gather", (T * C, Y), up_to(GATHER, T * C))
+    block = config["groups"]
+    if out.numel():
+        _gather_runs_kernel[(cdiv(T * C * Y // 32, block),)](
+            tuple(t.view(torch.uint8) for t in weight), tuple(t.view(torch.uint8) for t in scale),
+            row_TC.contiguous(), out, T * C, per, len(weight), Y // 32, block, num_warps=config["num_warps"])
     return out
 
 

@@ -13,7 +13,7 @@ State: the engine remembers the last Q-1 ids of a request; nothing else. A table
 layer (on other ranks, in host memory, in a file): the engine then hands over a `Found` with the numbers.
 Errors: ValueError when a tokenizer folds to another size than the config says.
 Numerics: int64 hash without wrap; the gate in float32, one rounding.
-Kernel: kernels/engram.py (engram.hash, engram.gather, engram.gate)
+Kernel: kernels/engram.py (engram.hash, engram.gather, engram.gather_runs, engram.gate)
 Source: model.md 3.10; config fields engram_*.
 Try: notebooks/03_engram.ipynb
 """
@@ -94,6 +94,19 @@ def gather(weight: Tensor, scale: Tensor | None, row_TC: Tensor, dtype: torch.dt
     if scale is not None:
         row = row.float() * scale_values(scale[row_TC]).repeat_interleave(32, dim=-1)
     return row.to(dtype).flatten(1)
+
+
+@ops.op("engram.gather_runs", grad=False)
+def gather_runs(weight: tuple[Tensor, ...], scale: tuple[Tensor, ...], row_TC: Tensor, dtype: torch.dtype
+                ) -> Tensor:
+    """`gather` from a table in runs of as many rows, tensors that may lie in the memory of other GPUs."""
+    per, found = weight[0].shape[0], None
+    for k, (codes, scales) in enumerate(zip(weight, scale, strict=True)):
+        first = k * per
+        mine = gather(codes, scales, (row_TC - first).clamp(0, per - 1), dtype)
+        mine = mine.unflatten(1, (row_TC.shape[1], codes.shape[1]))
+        found = mine if found is None else torch.where((row_TC >= first)[..., None], mine, found)
+    return found.flatten(1)
 
 
 @ops.op("engram.gate")

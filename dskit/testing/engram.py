@@ -50,6 +50,11 @@ def _gather(shape: Shape, maker: Maker) -> tuple:
     return codes, scales, rows, torch.float32 if shape.get("exact") else torch.bfloat16
 
 
+def _gather_runs(shape: Shape, maker: Maker) -> tuple:
+    codes, scales, rows, dtype = _gather(shape, maker)
+    return codes.chunk(shape["runs"]), scales.chunk(shape["runs"]), rows, dtype
+
+
 def _gate(shape: Shape, maker: Maker) -> tuple:
     T, N, D = shape["rows"], shape["streams"], shape["width"]
     dtype = torch.float32 if shape.get("exact") else torch.bfloat16
@@ -73,6 +78,12 @@ GATHER_EDGES = (
 )
 GATHER_FROZEN = tuple({"rows": T, "columns": 24, "table": (9 if T == 4096 else 1) << 20, "width": 256}
                       for T in ROWS)
+RUNS_EDGES = (
+    {"rows": 0, "columns": 3, "table": 50, "width": 64, "runs": 2},
+    {"rows": 1, "columns": 3, "table": 50, "width": 32, "runs": 1},
+    {"rows": 9, "columns": 7, "table": 96, "width": 96, "runs": 3},
+    {"rows": 30, "columns": 2, "table": 8, "width": 256, "runs": 8, "exact": 1},
+)
 GATE_EDGES = (
     {"rows": 0, "streams": 4, "width": 64}, {"rows": 1, "streams": 1, "width": 40},
     {"rows": 5, "streams": 4, "width": 96, "image": 1}, {"rows": 3, "streams": 3, "width": 33, "exact": 1},
@@ -85,6 +96,10 @@ CASES = [
           nbytes=lambda s: 8 * s["rows"] * (s["ngram"] + (s["ngram"] - 1) * s["columns"]),
           flop=lambda s: 4 * s["rows"] * (s["ngram"] - 1) * s["columns"]),
     Cases("engram.gather", _gather, "X", GATHER_EDGES, GATHER_FROZEN, rounds=True,
+          nbytes=lambda s: s["rows"] * s["columns"] * (8 + 3 * s["width"] + s["width"] // 32),
+          flop=lambda s: s["rows"] * s["columns"] * s["width"]),
+    Cases("engram.gather_runs", _gather_runs, "X", RUNS_EDGES,
+          tuple(shape | {"runs": 2} for shape in GATHER_FROZEN), rounds=True,
           nbytes=lambda s: s["rows"] * s["columns"] * (8 + 3 * s["width"] + s["width"] // 32),
           flop=lambda s: s["rows"] * s["columns"] * s["width"]),
     Cases("engram.gate", _gate, "E", GATE_EDGES,

@@ -172,6 +172,41 @@ def test_rows_come_from_their_owners():
         list(threads.map(look_up, range(3)))
 
 
+@pytest.mark.parametrize("from_files", [False, True])
+def test_rows_are_read_where_they_are(monkeypatch, folder, from_files):
+    """Three ranks in threads whose memory all of them see, as GPUs do; nothing is exchanged."""
+    memory, met = {}, threading.Barrier(3, timeout=60)
+
+    def shared(tables, nbytes):
+        at = len(tables._runs)
+        memory[tables.ranks.rank, at] = torch.full((nbytes,), 77, dtype=torch.uint8)
+        met.wait()
+        return [memory[rank, at] for rank in range(3)]
+
+    monkeypatch.setattr(engram.Shard, "_shared", shared)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    source = folder("tiny") if from_files else "odd"
+    whole = checkpoint.load(source, device="cpu")
+    config = whole.config
+    gram = torch.randint(config.engram_compressed_vocab_size, (17, config.engram_max_ngram_size))
+
+    def look_up(rank: int) -> None:
+        tables = choose(config, CPU, "shard", files=from_files, ranks=Here(rank=rank, size=3))
+        tables.direct = True
+        model = checkpoint.load(source, device="cpu", tables=tables)
+        met.wait()
+        found = tables.serve(model).fetch(gram[: 8 * rank])
+        for layer in config.engram_layer_ids:
+            own = whole.layers[layer].engram
+            assert torch.equal(found.rows(layer), own.embed(own.rows(gram[: 8 * rank])))
+        assert tables.report()["direct"] and tables.nbytes > 0
+        met.wait()
+        tables.close()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(look_up, range(3)))
+
+
 class Talking(Ranks):
     """Ranks that are threads of this process, each of which hears what the others say."""
 
