@@ -133,7 +133,7 @@ class RankEngine(Engine):
             super().close()
             if self.rebalancer is not None:
                 self.rebalancer.close()
-            self.group.leave()
+            self._leave()
         self.closed, self.runner, self._drafter = True, None, None
 
     def fail(self, error: str) -> None:
@@ -154,6 +154,9 @@ class RankEngine(Engine):
         return super().stats() | {"dummy_steps": self.dummies} | balance
 
     # ---- inside ------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        self.group.leave()
 
     def _serve(self) -> None:
         me = threading.current_thread()
@@ -361,6 +364,11 @@ class Front(RankEngine):
 
     # ---- inside ------------------------------------------------------------------------------------------
 
+    def _leave(self) -> None:
+        """NCCL lets nobody go alone, so the others hear of it before."""
+        self._seat.say_close()
+        super()._leave()
+
     def _take_at(self, rank: int, admitted: list[tuple[Request, State | None]]) -> list[Handle]:
         if not rank:
             return super().take(admitted)
@@ -511,11 +519,15 @@ class Seat:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def dismiss(self, timeout: float) -> None:
-        """Tell the other ranks to end, and wait for those that this one has started; then kill them."""
+    def say_close(self) -> None:
+        """Tell the other ranks to end; telling them again is fine."""
         for link in self.links.values():
             with contextlib.suppress(OSError):
                 link.send("close")
+
+    def dismiss(self, timeout: float) -> None:
+        """Tell the other ranks to end, and wait for those that this one has started; then kill them."""
+        self.say_close()
         end = time.monotonic() + timeout
         for process in self.started:
             try:
