@@ -5,8 +5,10 @@ time, results are made up, and `plan` and `commit` of every decode step are cloc
 the model decodes for real, with and without CUDA graphs and overlap, and the trace says for how long nothing
 ran there: between two passes of the model, and in the gaps inside them. No draft guesses meanwhile. Prompts
 of a few lengths are timed likewise, one at a time.
-The n-gram tables are put wherever they can lie here, and the model decodes with each: how long its layers
-waited for rows, and how many rows a second come when many are asked for.
+The n-gram tables are put wherever they can lie here (`--ep N` spreads them too), and the model decodes with
+each: how long its layers waited for rows; for which share of the time that a lookup takes alone they did not
+(`hidden`); how many rows a second come when many are asked for; whether the tokens are those of the first
+placement, for which no bit may depend on what runs beside a request.
 With `--ep N` the routing of eight answers is recorded, and plans for N ranks are made from every other step
 and judged on the steps between; then N ranks share the experts and rebalance them once while they decode, the
 draft's too.
@@ -18,14 +20,16 @@ a step or a prompt, while something ran; a balance is the mean over the busiest 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import product
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -54,6 +58,7 @@ PROMPTS = (32, 128, 512, 1900)  # tokens, likewise
 MARK = "spin_kernel"  # what torch.cuda._sleep runs
 NO_GPU = "no NVIDIA GPU here"
 PLACED = ("device", "host", "mmap")  # placements that one rank can have
+REQUESTING = 8  # requests of a rank that decode while Engram layers wait
 
 
 def main(args: Any, command: str) -> int:
@@ -181,12 +186,33 @@ def tree_ops_s() -> float:
 
 def engram_rows(args: Any, device: torch.device) -> list[dict[str, Any]]:
     """A row for every placement of the model's tables, or of random ones of the sizes that were asked for."""
-    config = checkpoint.configuration(args.model)
+    config, ranks = checkpoint.configuration(args.model), args.expert_parallel_size
     if not config.engram_layer_ids:
         return []
-    wanted = [grown(config, gigabytes) for gigabytes in args.engram_gb] or [None]
-    with current(device):
-        return [engram_row(args, device, name, large) for large in wanted for name in PLACED]
+    found = []
+    for large in [grown(config, gigabytes) for gigabytes in args.engram_gb] or [None]:
+        with _source(args, large, device) as source:
+            rows = [engram_row(args, source, name, 1) for name in PLACED]
+            rows += [engram_row(args, source, "shard", ranks)] if ranks > 1 else []
+        first = next((row["tokens"] for row in rows if "tokens" in row), None)
+        found += [row | {"equal": row.pop("tokens") == first} if "tokens" in row else row for row in rows]
+    return found
+
+
+@contextmanager
+def _source(args: Any, large: ModelConfig | None, device: torch.device) -> Iterator[str]:
+    """The model, or a folder with a random one that has large tables; ValueError where no disk holds it."""
+    if large is None:
+        yield args.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        need, free = 1.1 * engram.table_bytes(large), shutil.disk_usage(folder).free
+        if need > free:
+            raise ValueError(f"tables of {need / 1.1e9:.3g} GB are written to {tempfile.gettempdir()} first, "
+                             f"which has {free / 1e9:.3g} GB; ask for smaller ones, or set TMPDIR")
+        say(f"{args.model}: writing tables of {need / 1.1e9:.3g} GB")
+        with current(device):
+            yield str(checkpoint.write_random(large, folder, args.seed, device=device))
 
 
 def grown(config: ModelConfig, gigabytes: float) -> ModelConfig:
@@ -198,54 +224,58 @@ def grown(config: ModelConfig, gigabytes: float) -> ModelConfig:
                           engram_num_embeddings=tuple(sum(map(sum, sizes)) for sizes in primes))
 
 
-def engram_row(args: Any, device: torch.device, name: str, large: ModelConfig | None) -> dict[str, Any]:
-    """Bytes and waits of one placement while 8 requests decode; or why it cannot be had here."""
-    config = large or checkpoint.configuration(args.model)
-    row = {"placement": name, "table_bytes": engram.table_bytes(config)}
+def engram_row(args: Any, source: str, name: str, ranks: int) -> dict[str, Any]:
+    """Bytes and waits of one placement while requests decode; or why it cannot be had here."""
+    row = {"placement": name, "ranks": ranks,
+           "table_bytes": engram.table_bytes(checkpoint.configuration(source))}
     say(f"{args.model}: n-gram tables of {row['table_bytes'] / 1e9:.3g} GB, {name}")
-    files = large is None and not checkpoint.is_drawn(args.model)
+    settings = dict(max_num_seqs=REQUESTING, max_model_len=1024, speculate="off", batch_invariant=True)
+    settings |= dict(dp=ranks, ep=ranks, engram_placement=name)
     try:
-        placement = engram.choose(config, device, name, files=files)
+        llm = LLM(source, args.device, args.numerics, args.seed, **settings)
     except (engram.EngramError, engram.DoesNotFit) as error:
         return row | {"reason": str(error)}
-    how = dict(device=device, numerics=args.numerics, seed=args.seed, tables=placement)
-    model = checkpoint.load(args.model, **how) if large is None else checkpoint.random(large, **how)
-    with LLM(model, max_num_seqs=8, max_model_len=1024, speculate="off") as llm:
-        llm.engine.runner.engram = llm.engram = placement.serve(model)
-        step_ms, wait_us = waited(llm, args.seed, steps=max(1, args.steps // 20))
-        report = placement.report() | {"step_ms": step_ms, "wait_us": wait_us}
-        return row | report | {"rows_per_s": rows_per_s(llm)}
+    with llm, current(llm.device):
+        step_ms, wait_us, tokens = waited(llm, args.seed, REQUESTING * ranks, max(1, args.steps // 20))
+        report = llm.engram.report() | {"step_ms": step_ms, "wait_us": wait_us, "tokens": tokens}
+        if name == "shard" and not report["direct"]:  # rows come by what all ranks do together
+            return row | report | {"fetch_us": None, "hidden": None, "rows_per_s": None}
+        fetch_us = 1e6 / rate(partial(fetch, llm, REQUESTING)) * fetch(llm, REQUESTING)
+        hidden = max(0.0, 1 - sum(wait_us.values()) / fetch_us)
+        return row | report | {"fetch_us": fetch_us, "hidden": hidden,
+                               "rows_per_s": rate(partial(fetch, llm, 4096))}
 
 
-def waited(llm: LLM, seed: int, steps: int, requests: int = 8) -> tuple[float, dict[int, float]]:
-    """(milliseconds of a decode step, microseconds that each Engram layer waited in it)."""
-    decode(llm, requests, seed, prompt=64)
-    before, begin = llm.engram.report()["wait_us"], time.perf_counter()
-    for _ in range(steps):
-        llm.step()
-    if llm.device.type == "cuda":
-        torch.cuda.synchronize()
-    step_ms, after = 1e3 * (time.perf_counter() - begin) / steps, llm.engram.report()["wait_us"]
-    return step_ms, {layer: (us - before.get(layer, 0)) / steps for layer, us in after.items()}
+def waited(llm: LLM, seed: int, requests: int, steps: int) -> tuple[float, dict[int, float], list[list[int]]]:
+    """Milliseconds of a decode step, microseconds that each Engram layer waited in it, and first tokens."""
+    handles = decode(llm, requests, seed, prompt=64)
+    before, begin, first = llm.engram.report()["wait_us"], time.perf_counter(), llm.engine.steps
+    llm.engine.start()
+    while llm.engine.steps < first + steps:
+        if llm.engine.closed:
+            raise RuntimeError(llm.engine.failure)
+        time.sleep(0.001)
+    taken, step_ms = llm.engine.steps - first, 1e3 * (time.perf_counter() - begin)
+    after = llm.engram.report()["wait_us"]
+    for handle in handles:
+        handle.cancel()
+    tokens = [handle.result().token_ids[:8] for handle in handles[:REQUESTING]]
+    wait_us = {layer: (us - before.get(layer, 0)) / taken for layer, us in after.items()}
+    return step_ms / taken, wait_us, tokens
 
 
-def rows_per_s(llm: LLM, tokens: int = 4096) -> float:
-    """Rows of tables per second when the n-grams of so many tokens are looked up, all layers of them."""
-    config, device = llm.config, llm.device
+@torch.inference_mode()
+def fetch(llm: LLM, tokens: int) -> int:
+    """Look up the n-grams of so many random tokens, in all layers; how many rows that are."""
+    config, device, layers = llm.config, llm.device, llm.engram.layers
     grams = torch.randint(config.engram_compressed_vocab_size, (tokens, config.engram_max_ngram_size))
-    grams, layers = grams.to(device), llm.engram.layers
-
-    @torch.inference_mode()
-    def work() -> int:
-        found = llm.engram.fetch(grams)
-        for layer, each in layers.items():
-            found.rows(layer) if found is not None else each.embed(each.rows(grams))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return tokens * sum(each.prime.numel() for each in layers.values())
-
-    work()
-    return rate(work)
+    grams = grams.to(device)
+    found = llm.engram.fetch(grams)
+    for layer, each in layers.items():
+        found.rows(layer) if found is not None else each.embed(each.rows(grams))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return tokens * sum(each.prime.numel() for each in layers.values())
 
 
 def decode(llm: LLM, requests: int, seed: int, prompt: int) -> list:
@@ -253,10 +283,10 @@ def decode(llm: LLM, requests: int, seed: int, prompt: int) -> list:
     rng, ids = random.Random(seed), range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
     params = SamplingParams(temperature=0.0, max_tokens=512, ignore_eos=True)
     handles = [llm.submit(rng.choices(ids, k=prompt), params, start=False) for _ in range(requests)]
-    while llm.stats()["running"] < requests or llm.engine.trace()[-1].kind != "decode":
-        llm.step()
-    for _ in range(10):
-        llm.step()
+    for handle in handles:
+        for event in itertools.islice(handle, 10):
+            if event.finish_reason:
+                raise RuntimeError(f"a request ended with {event.finish_reason}: {event.error}")
     return handles
 
 
@@ -269,13 +299,13 @@ def gpu_rows(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     settings = dict(max_num_seqs=max(REQUESTS), max_model_len=2048, speculate="off")
     with LLM(args.model, args.device, args.numerics, args.seed, enforce_eager=False, **settings) as llm:
         runner, graphs = llm.engine.runner, llm.engine.runner.graphs
-        for requests, captured, overlap in product(REQUESTS, (False, True), (False, True)):
+        for requests, captured, overlap in itertools.product(REQUESTS, (False, True), (False, True)):
             say(f"{llm.name}: {_how(requests, captured, overlap)}")
             runner.graphs = graphs if captured else None
             llm.engine.cfg = replace(llm.engine.cfg, overlap=overlap)
             rows.append({"requests": requests, "graphs": captured, "overlap": overlap}
                         | idle_of(llm, requests, args.seed))
-        for tokens, captured in product(PROMPTS, (False, True)):
+        for tokens, captured in itertools.product(PROMPTS, (False, True)):
             say(f"{llm.name}: a prompt of {tokens} tokens, {'graphs' if captured else 'eager'}")
             runner.graphs = graphs if captured else None
             prompts.append({"tokens": tokens, "graphs": captured} | prompt_of(llm, tokens, args.seed))
@@ -402,7 +432,7 @@ def eplb_rows(args: Any, requests: int = 16, interval: int = 192) -> list[dict[s
     ranks = args.expert_parallel_size
     settings = dict(dp=ranks, ep=ranks, enable_eplb=True, eplb_interval=interval, eplb_min_balance=1.0)
     settings |= dict(num_redundant_experts=ranks, max_num_seqs=requests, max_model_len=1024)
-    rng, params = random.Random(args.seed), SamplingParams(max_tokens=2 * interval, ignore_eos=True)
+    rng, params = random.Random(args.seed), SamplingParams(max_tokens=900, ignore_eos=True)
     say(f"{args.model}: {requests} requests on {ranks} ranks")
     with LLM(args.model, args.device, args.numerics, args.seed, **settings) as llm:
         ids = range(llm.config.vocab_size // 16, llm.config.vocab_size // 2)
@@ -437,9 +467,12 @@ def show(report: dict[str, Any]) -> None:
         if "reason" in row:
             table.add_row(name, row["reason"])
             continue
-        waited, rows = sum(row["wait_us"].values()), f"{row['rows_per_s'] / 1e6:.2f} M rows/s"
+        waited, alone = sum(row["wait_us"].values()), ""
+        if row["rows_per_s"]:
+            alone = f"{row['rows_per_s'] / 1e6:.2f} M rows/s; a step's alone {row['fetch_us']:.0f} us; "
         resident = f"{row['resident_bytes'] / 1e9:.3g} GB resident"
-        table.add_row(name, f"{rows}; waited {waited:.0f} us of {row['step_ms']:.2f} ms a step; {resident}")
+        same = "the same tokens" if row["equal"] else "OTHER TOKENS"
+        table.add_row(name, f"{alone}waited {waited:.0f} us of {row['step_ms']:.2f} ms; {resident}; {same}")
     for row in report["idle"]:
         idle = f"GPU idle {row['idle_fraction']:.1%} between steps, {row['gap_fraction']:.1%} inside"
         name = _how(row["requests"], row["graphs"], row["overlap"])

@@ -101,9 +101,9 @@ def save(model: Model, folder: str | Path, shard_size: int = SHARD_SIZE) -> Path
 
 
 def write_random(config: ModelConfig, folder: str | Path, seed: int = 0, shard_size: int = SHARD_SIZE, *,
-                 calm: bool = False) -> Path:
-    """Write a random checkpoint; loading it on a CPU gives what `random` gives there."""
-    return write(config, draw.weights(config, seed, calm=calm), folder, shard_size)
+                 calm: bool = False, device: Device = "cpu") -> Path:
+    """Write a random checkpoint, drawn on `device`; loading it there gives what `random` gives there."""
+    return write(config, draw.weights(config, seed, device=device, calm=calm), folder, shard_size)
 
 
 def configuration(source: str | Path) -> ModelConfig:

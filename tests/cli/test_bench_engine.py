@@ -44,6 +44,19 @@ def test_tables_grow_to_the_size_asked_for():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tables_of_any_size_lie_anywhere_and_change_no_token(capsys):
+    flags = ["--running", "2", "--steps", "9", "--device", "cpu", "--ep", "2", "--engram-gb", ".01", "--json"]
+    assert cli.main(["bench", "engine", "tiny", *flags]) == 0
+    rows = {row["placement"]: row for row in json.loads(capsys.readouterr().out)["engram"]}
+    assert list(rows) == ["device", "host", "mmap", "shard"] and all(row["equal"] for row in rows.values())
+    assert all(row["table_bytes"] == pytest.approx(1e7, rel=0.01) for row in rows.values())
+    assert rows["shard"]["ranks"] == 2 and rows["shard"]["direct"] is False
+    for row in (rows["host"], rows["mmap"]):
+        assert row["fetch_us"] > 0 and 0 <= row["hidden"] <= 1 and row["rows_per_s"] > 1000
+
+
+@pytest.mark.slow
 def test_a_rebalance_on_two_ranks_is_told(capsys):
     flags = ["--running", "2", "--steps", "10", "--device", "cpu", "--ep", "2", "--json"]
     assert cli.main(["bench", "engine", *flags]) == 0
