@@ -165,6 +165,7 @@ class Placement(Tables):
     """Tables of one model in one place: `device`, which is also the base of the others."""
 
     name = "device"
+    joint = False  # whether all ranks take part in a lookup
 
     def __init__(self, config: ModelConfig, device: torch.device, ranks: Ranks | None = None):
         self.config, self.device, self.ranks = config, device, ranks or Ranks()
@@ -468,7 +469,7 @@ class Shard(Remote):
 
     def __init__(self, config: ModelConfig, device: torch.device, ranks: Ranks | None = None):
         super().__init__(config, device, ranks)
-        self.direct = False  # whether the GPUs read each other's runs
+        self.joint = True  # unless the GPUs read each other's runs
         self._runs: dict[str, list[Tensor]] = {}  # by table: bytes of the codes and scales of every rank
         self._handles: list[Any] = []  # which keep other ranks' memory mapped
 
@@ -481,13 +482,13 @@ class Shard(Remote):
         if self.device.type == "cuda" and self.config.engram_head_dim % 32 == 0:  # the others: small models
             try:
                 window.meet(self.ranks.control, self.device)
-                self.direct = True
+                self.joint = False
             except window.Apart as apart:
                 logger.warning("Engram rows travel by all-to-all: %s", apart)
 
     def room(self, weight: Weight, device: torch.device) -> tuple[Tensor, Tensor]:
         """Drawn rows go to where the others read them."""
-        if not self.direct:
+        if self.joint:
             return super().room(weight, device)
         rows = len(range(weight.shape[0])[self.share(weight)])
         return tuple(part[:rows] for part in self._open(weight))
@@ -495,7 +496,7 @@ class Shard(Remote):
     def keep(self, weight: Weight, tensor: Tensor, scale: Tensor | None, device: torch.device
              ) -> tuple[Tensor, Tensor | None]:
         """This rank's rows, where the others read them if they can."""
-        if not self.direct or scale is None or weight.name in self._runs:
+        if self.joint or scale is None or weight.name in self._runs:
             return super().keep(weight, tensor, scale, device)
         own = [part[: len(t)].view(t.dtype) for part, t in
                zip(self._open(weight), (tensor, scale), strict=True)]
@@ -505,13 +506,13 @@ class Shard(Remote):
 
     def serve(self, model: Model) -> Placement:
         """Once all ranks have loaded, what they hold may be read."""
-        if self.direct:
+        if not self.joint:
             torch.cuda.synchronize(self.device)
         return super().serve(model)
 
     def report(self) -> dict[str, Any]:
         """With whether rows are read where they are."""
-        return super().report() | {"direct": self.direct}
+        return super().report() | {"direct": not self.joint}
 
     def close(self) -> None:
         """Let go of the other ranks' memory."""

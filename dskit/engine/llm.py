@@ -186,7 +186,7 @@ class LLM:
             peers.open(model, spec.padded(max(cfg.max_num_batched_tokens, cfg.max_num_seqs * each)))
         # a graph repeats no collective of torch.distributed; kernels that write to peers it does
         repeats = peers.size == 1 or peers.direct(model.numerics)
-        repeats = repeats and not (placement and placement.name == "shard")
+        repeats = repeats and not (placement and placement.joint)
         self.model, self.config, self.device = model, model.config, model.norm.weight.device
         self.numerics, self.dtype = model.numerics.name, model.numerics.dtype
         self.tokenizer = tokenizer or self._tokenizer()

@@ -192,7 +192,7 @@ def test_rows_are_read_where_they_are(monkeypatch, folder, from_files):
 
     def look_up(rank: int) -> None:
         tables = choose(config, CPU, "shard", files=from_files, ranks=Here(rank=rank, size=3))
-        tables.direct = True
+        tables.joint = False
         model = checkpoint.load(source, device="cpu", tables=tables)
         met.wait()
         found = tables.serve(model).fetch(gram[: 8 * rank])
