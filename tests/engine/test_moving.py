@@ -64,6 +64,7 @@ def test_no_token_changes_while_experts_move_and_one_move_fails(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_drafts_experts_move_too_and_no_token_changes():
     with opened("release, drafts", 1) as alone:
         wanted = answers(alone, 5, 4)
