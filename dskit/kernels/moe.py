@@ -455,27 +455,33 @@ def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 # ---- permute and combine: each is the other's gradient -----------------------------------------------------
 
 @triton.jit
+def _piece(PIECES: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(token, channels) of a program: neighbours share a token, so that its rows are read in one go."""
+    return ((tl.program_id(0) // PIECES).to(tl.int64),
+            tl.program_id(0) % PIECES * BLOCK_D + tl.arange(0, BLOCK_D))
+
+
+@triton.jit
 def _permute_kernel(x_ptr, weight_ptr, place_ptr, row_ptr, row_weight_ptr, D, stride_x, J: tl.constexpr,
-                    BLOCK_D: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+                    PIECES: tl.constexpr, BLOCK_D: tl.constexpr):
+    t, d = _piece(PIECES, BLOCK_D)
     x = tl.load(x_ptr + t * stride_x + d, mask=d < D)
     for j in tl.static_range(J):
         row = tl.load(place_ptr + t * J + j)
         tl.store(row_ptr + row * D + d, x, mask=d < D)
         if weight_ptr is not None:
-            tl.store(row_weight_ptr + row, tl.load(weight_ptr + t * J + j), mask=tl.program_id(1) == 0)
+            first = tl.program_id(0) % PIECES == 0
+            tl.store(row_weight_ptr + row, tl.load(weight_ptr + t * J + j), mask=first)
 
 
 @triton.jit(do_not_specialize=["R"])
 def _combine_kernel(y_ptr, place_ptr, shared_ptr, rows_ptr, out_ptr, R, D, stride_y, stride_shared,
-                    J: tl.constexpr, BLOCK_D: tl.constexpr):
+                    J: tl.constexpr, PIECES: tl.constexpr, BLOCK_D: tl.constexpr):
     """A token's piece; rows from `rows` on, of experts that are held elsewhere, count for nothing.
 
     A place that is none of the R rows reads nothing and makes the token NaN, which nobody overlooks.
     """
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    t, d = _piece(PIECES, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
     for j in tl.static_range(J):
         row = t * J + j
@@ -491,11 +497,11 @@ def _combine_kernel(y_ptr, place_ptr, shared_ptr, rows_ptr, out_ptr, R, D, strid
     tl.store(out_ptr + t * D + d, narrow(total, out_ptr.dtype.element_ty), mask=d < D)
 
 
-def _pieces(name: str, T: int, D: int, J: int) -> tuple[tuple[int, int], int, int]:
-    """(grid over tokens and pieces, channels of a piece, warps)."""
+def _pieces(name: str, T: int, D: int, J: int) -> tuple[int, int, int]:
+    """(pieces of a token, channels of a piece, warps)."""
     config = tuned(name, (T, D, J), MOVE)
     piece = min(config["piece"], pow2(D))
-    return (T, cdiv(D, piece)), piece, min(config["num_warps"], max(1, piece // 256))
+    return cdiv(D, piece), piece, min(config["num_warps"], max(1, piece // 256))
 
 
 def _spread(x_TD: Tensor, weight_TJ: Tensor | None, place_TJ: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -503,10 +509,10 @@ def _spread(x_TD: Tensor, weight_TJ: Tensor | None, place_TJ: Tensor) -> tuple[T
     x, rows = rows_of(x_TD), x_TD.new_empty(T * J, D)
     weight = None if weight_TJ is None else weight_TJ.contiguous()
     row_weight = None if weight is None else weight.new_empty(T * J)
-    grid, piece, warps = _pieces("moe.permute", T, D, J)
+    pieces, piece, warps = _pieces("moe.permute", T, D, J)
     if rows.numel():
-        _permute_kernel[grid](x, weight, place_TJ, rows, row_weight, D, x.stride(0), J, piece,
-                              num_warps=warps)
+        _permute_kernel[(T * pieces,)](x, weight, place_TJ, rows, row_weight, D, x.stride(0), J, pieces,
+                                       piece, num_warps=warps)
     return rows, row_weight
 
 
@@ -516,10 +522,11 @@ def _collect(y_RD: Tensor, place_TJ: Tensor | None, shared_TD: Tensor | None, dt
     T, J = (1, R) if place_TJ is None else place_TJ.shape
     y, shared = rows_of(y_RD), None if shared_TD is None else rows_of(shared_TD)
     out = torch.empty(T, D, dtype=dtype, device=y.device)
-    grid, piece, warps = _pieces("moe.combine", T, D, J)
+    pieces, piece, warps = _pieces("moe.combine", T, D, J)
     if out.numel():
-        _combine_kernel[grid](y, place_TJ, shared, rows, out, R, D, y.stride(0),
-                              0 if shared is None else shared.stride(0), J, piece, num_warps=warps)
+        _combine_kernel[(T * pieces,)](y, place_TJ, shared, rows, out, R, D, y.stride(0),
+                                       0 if shared is None else shared.stride(0), J, pieces, piece,
+                                       num_warps=warps)
     return out
 
 

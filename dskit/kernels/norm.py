@@ -50,11 +50,13 @@ from dskit.kernels.common import (
 )
 
 
-def _config(lane: int, early: bool, resident: int = 1 << 20, stages: int = 1) -> dict[str, int]:
+def _config(lane: int, early: bool, resident: int = 1 << 20, stages: int = 1,
+            whole: bool = False) -> dict[str, int]:
     """Channels of a lane; whether the gain is read before the rows, once for all of them; programs per
-    multiprocessor; stages of the loop over rows.
+    multiprocessor; stages of the loop over rows; whether a row is one piece, some lanes of it idle, so that
+    there is one sum to wait for.
     """
-    return {"lane": lane, "early": early, "resident": resident, "stages": stages}
+    return {"lane": lane, "early": early, "resident": resident, "stages": stages, "whole": whole}
 
 
 CONFIGS = {1 << 19: _config(8, True), 1 << 22: _config(16, True), 1 << 62: _config(32, False)}  # by elements
@@ -62,7 +64,8 @@ if common.INTERPRET:  # programs cost most
     CONFIGS = {1 << 62: _config(32, False)}
 LANES = (*(_config(lane, early) for lane in (8, 16, 32) for early in (True, False)), _config(64, False),
          *(_config(*sizes) for sizes in (
-             (16, True, 4, 2), (16, True, 4, 3), (32, True, 4, 3), (32, True, 6, 2), (32, False, 8, 2))))
+             (16, True, 4, 2), (16, True, 4, 3), (32, True, 4, 3), (32, True, 6, 2), (32, False, 8, 2))),
+         *(_config(lane, True, whole=True) for lane in (8, 16, 32)))
 CANDIDATES = {"norm.rms": LANES, "norm.add_rms": LANES, "norm.rms_quantize": LANES}
 BACKWARD = 16  # elements per lane of the backward pass, which holds four values of each; not yet measured
 RESIDENT = 16 if not common.INTERPRET else 1  # its warps on a multiprocessor; few, so that loops are walked
@@ -191,13 +194,13 @@ def _norm_bwd_kernel(x_ptr, stride_x, gain_ptr, dy_ptr, stride_dy, dtotal_ptr, s
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _tile(width: int, lane: int, group: int = 1) -> dict[str, int]:
+def _tile(width: int, lane: int, group: int = 1, whole: bool = False) -> dict[str, int]:
     """Pieces, rows and warps of a program whose lanes take `lane` channels of the first piece.
 
     Pieces hold whole groups, and at least 8 channels for each lane: fewer would lay the second piece out in
     another way than the first, and their common sum would move one of them through shared memory.
     """
-    main = max(group, pow2(width + 1) // 2)
+    main = max(group, pow2(width) if whole else pow2(width + 1) // 2)
     warps = min(16, max(1, main // (32 * lane)))
     rest = max(group, pow2(width - main), min(main, 256 * warps)) if width > main else 0
     return {"MAIN": main, "REST": rest, "ROWS": max(1, 32 * lane // main), "num_warps": warps}
@@ -220,7 +223,7 @@ def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float
     if rows:
         name = "norm.add_rms" if residual is not None else "norm.rms_quantize" if fmt else "norm.rms"
         config = tuned(name, (rows, width), up_to(CONFIGS, x.numel()))
-        tile = _tile(width, config["lane"], group)
+        tile = _tile(width, config["lane"], group, config["whole"])
         programs = min(cdiv(rows, tile["ROWS"]), config["resident"] * common.processors(x))
         _norm_fwd_kernel[(programs,)](
             x_TD, x_TD.stride(0), add_TD, 0 if add_TD is None else add_TD.stride(0),

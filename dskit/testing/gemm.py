@@ -46,7 +46,7 @@ def _weight(shape: Shape, maker: Maker) -> tuple[Tensor, Tensor]:
     """Codes of every size and scales over six binades, around what a weight of this width has."""
     n, k = shape.get("groups", 1) * shape["n"], shape["k"]
     rows, cols = (-(-size // block) for size, block in zip((n, k), _block(shape), strict=True))
-    codes = maker.normal(n, k, scale=100.0).to(torch.float8_e4m3fn)
+    codes = maker.normal(n, k, scale=100.0).clamp(-448, 448).to(torch.float8_e4m3fn)
     middle = 127 - 7 - (k.bit_length() // 2)
     return codes, maker.integers(middle + 3, rows, cols, low=middle - 3, dtype=torch.uint8)
 
