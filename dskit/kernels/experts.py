@@ -6,9 +6,10 @@ Idea
     registers (operands.py), and the tokens of one expert are the right one, 16 wide where they are few.
 
         numbers    any weights in bfloat16, tokens laid out beforehand as codes come out of their words
-        halves     MXFP4 in float16: a row's group scales are folded into the numbers, a token has one scale
-        codes      the same in e4m3, on an FP8 tensor core: less exact, and so for the second product alone,
-                   whose answers are not rounded to few bits once more, or where `numerics.token` allows it
+        codes      MXFP4 in e4m3, on an FP8 tensor core: a row's group scales are folded into its codes, a
+                   token has one scale.  Its sums are less exact, and so for the second product alone, whose
+                   answers are not rounded to few bits once more, or where `numerics.token` allows it
+        windows    the same with each token twice: integers, whose sums are nearly exact, and what they leave
         further    a tile of 64 tokens and 16 more share what was restored: an expert that 64 tokens meet on
                    average is met by 80 at most, nearly always
         up         rows of gate over rows of up in one tile, so that clamp, SiLU, routing weight, both
@@ -31,9 +32,9 @@ Errors
 
 Numerics
     Both operands are exact, sums are float32; but an FP8 tensor core adds a step's 256 products up itself,
-    which is off by 7e-4 of an answer's size, measured on an H200.  In the first product that moves roundings
-    of h, and the op is off by 4e-3.  A row's bits do not depend on the rows beside it when the tiles do not
-    (`steady`).
+    which is off by 7e-4 of an answer's size, measured on an H200, and by 3e-3 where it adds all of them.  In
+    the first product that moves roundings of h, and the op is off by 4e-3; with windows by 1.8e-3.  A row's
+    bits do not depend on the rows beside it when the tiles do not (`steady`).
 
 Source
     kernels.md 1.8, 2.3; model.md 3.11.
@@ -68,11 +69,14 @@ Experts = Any  # of layers/linear.py: a kernel file knows a layer by its attribu
 Numerics = Any
 
 
-def _config(way: str, tokens: int, features: int, step: int, warps: int, stages: int, more: int = 0
-            ) -> dict[str, int | str]:
-    """Operands; tokens of a tile and more; weight rows (half of gate, half of up); channels of a step."""
-    return {"way": way, "tokens": tokens, "more": more, "features": features, "step": step,
-            "num_warps": warps, "num_stages": stages}
+def _config(way: str, tokens: int, features: int, step: int, warps: int, stages: int, more: int = 0,
+            registers: int | None = None, run: int = 256) -> dict[str, int | str | None]:
+    """Operands; tokens of a tile and more; weight rows (half of gate, half of up); channels of a step; the
+    most registers of a thread, where more programs at a time gain more than spilling costs; channels that an
+    FP8 tensor core adds up by itself, 0: all.
+    """
+    return {"way": way, "tokens": tokens, "more": more, "features": features, "step": step, "run": run,
+            "num_warps": warps, "num_stages": stages, "maxnreg": registers}
 
 
 # most rows that an expert has on average, rounded down -> its tiles; few tokens are many small programs
@@ -80,19 +84,18 @@ CONFIGS = {0: _config("numbers", 16, 64, 256, 4, 4), 10: _config("numbers", 16, 
            24: _config("numbers", 32, 128, 128, 4, 4), 96: _config("numbers", 64, 128, 128, 4, 3),
            1 << 62: _config("numbers", 128, 128, 128, 8, 3)}
 # the same of MXFP4 where a tensor core takes e4m3
-MXFP4 = {"up": {4: _config("numbers", 8, 64, 256, 4, 4), 24: _config("numbers", 16, 64, 256, 4, 4),
+FEW = _config("windows", 8, 64, 256, 4, 4, registers=128)
+SOME = _config("codes", 16, 64, 256, 4, 4, registers=128)
+MXFP4 = {"up": {4: FEW, 24: _config("windows", 16, 64, 256, 4, 3, registers=128),
                 1 << 62: _config("numbers", 64, 128, 128, 4, 3, more=16)},
-         "down": {4: _config("numbers", 8, 64, 256, 4, 4), 24: _config("codes", 16, 64, 256, 4, 4),
-                  1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}}
-TOKEN = {24: _config("codes", 16, 64, 256, 4, 4), 1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}
+         "down": {4: FEW, 24: SOME, 1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}}
+TOKEN = {"up": {24: SOME, 1 << 62: _config("codes", 64, 128, 256, 4, 3, more=16, run=0)},
+         "down": {24: SOME, 1 << 62: _config("codes", 64, 128, 128, 4, 4, more=16, run=0)}}
+WINDOWS = {"numbers": 1, "codes": 1, "windows": 2}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*CONFIGS.values(), MXFP4["up"][4], MXFP4["up"][1 << 62], MXFP4["down"][24], MXFP4["down"][1 << 62],
-         _config("halves", 8, 64, 256, 4, 4), _config("halves", 8, 64, 256, 4, 3),
-         _config("halves", 8, 64, 256, 4, 4, more=8), _config("halves", 16, 64, 256, 4, 4),
-         _config("halves", 64, 128, 128, 4, 3, more=16), _config("halves", 64, 64, 128, 4, 4, more=16),
-         _config("numbers", 64, 64, 128, 4, 4, more=16))
-TRIED_TOKEN = (*TOKEN.values(), _config("codes", 16, 128, 256, 4, 3),
-               _config("codes", 64, 128, 256, 8, 3, more=16))
+TRIED = (*MXFP4["up"].values(), *MXFP4["down"].values(), _config("numbers", 8, 64, 256, 4, 4),
+         _config("numbers", 16, 64, 256, 4, 4), _config("numbers", 64, 128, 256, 8, 3, more=16))
+TRIED_TOKEN = (*TOKEN["up"].values(), TOKEN["down"][1 << 62], MXFP4["down"][1 << 62])
 CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
               "moe.experts/up_token": TRIED_TOKEN, "moe.experts/down_token": TRIED_TOKEN}
 
@@ -158,26 +161,31 @@ def _activated(acc, weight, limit, LIMITED: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _tokens(x_ptr, order_ptr, begin, end, J: tl.constexpr, WIDE: tl.constexpr, UP: tl.constexpr,
-            WIDTH: tl.constexpr):
-    """(whether there are such, their slots, tokens and first channels [1, WIDTH]) of rows from `begin` on."""
+            WIDTH: tl.constexpr, WINDOWS: tl.constexpr):
+    """Of rows from `begin` on: (whether there are such, their slots, their tokens; of every window of each
+    whether there is one, and its first channel [1, WINDOWS * WIDTH]).
+    """
     row = begin + tl.arange(0, WIDTH)
     inside = row < end
     slot = row
     if order_ptr is not None:
         slot = tl.load(order_ptr + row, mask=inside, other=0)
     token = slot // J if UP else row
-    return inside, slot, token, x_ptr + token.to(tl.int64)[None, :] * WIDE
+    window = token.to(tl.int64)[None, :] * WINDOWS + tl.arange(0, WINDOWS)[:, None]
+    shown = inside[None, :].broadcast_to(WINDOWS, WIDTH)
+    x_row = x_ptr + window.reshape(1, WINDOWS * WIDTH) * WIDE
+    return inside, slot, token, shown.reshape(1, WINDOWS * WIDTH), x_row
 
 
 @triton.jit
-def _times(w, x_row, inside, channel, acc):
+def _times(w, x_row, shown, channel, acc, RUN: tl.constexpr = None):
     """acc + w times the tokens' channels from `channel` on."""
     k = channel + tl.arange(0, w.shape[1])[:, None]
-    return dot(w, tl.load(x_row + k, mask=inside[None, :], other=0.0), acc)
+    return dot(w, tl.load(x_row + k, mask=shown, other=0.0), acc, RUN)
 
 
 @triton.jit
-def _by_numbers(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K: tl.constexpr, CODES: tl.constexpr,
+def _by_numbers(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K: tl.constexpr, CODES: tl.constexpr,
                 SCALE_K: tl.constexpr, STEP: tl.constexpr, MORE: tl.constexpr):
     """Sums over K in products of bfloat16; of MORE tokens too, for which nothing is restored again."""
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
@@ -185,82 +193,79 @@ def _by_numbers(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K: tl.c
     if CODES == 1:
         for step in range(STEPS):
             w = _ahead(w_row, step, STEP, K)
-            acc = _times(w, x_row, inside, step * STEP, acc)
+            acc = _times(w, x_row, shown, step * STEP, acc)
             if MORE > 0:
-                acc2 = _times(w, x_row2, inside2, step * STEP, acc2)
+                acc2 = _times(w, x_row2, shown2, step * STEP, acc2)
     else:
         for step in range(STEPS):
             words, byte = _read(w_row, s_row, step, K, STEP, CODES, SCALE_K)
             byte = _each(byte, words)
             for half in tl.static_range(2):
                 w = operands.numbers(words, byte, CODES, half)
-                acc = _times(w, x_row, inside, step * STEP + half * HALF, acc)
+                acc = _times(w, x_row, shown, step * STEP + half * HALF, acc)
                 if MORE > 0:
-                    acc2 = _times(w, x_row2, inside2, step * STEP + half * HALF, acc2)
+                    acc2 = _times(w, x_row2, shown2, step * STEP + half * HALF, acc2)
+    if CODES > 1:
         acc *= 18446744073709551616.0  # 2^64
         acc2 *= 18446744073709551616.0
     return acc, acc2
 
 
 @triton.jit
-def _span(s_row, GROUPS: tl.constexpr):
-    """(largest scale byte of each row, binades between it and the smallest, of any row the most)."""
-    top = tl.zeros((s_row.shape[0],), tl.int32)
-    low = top + 255
-    for part in tl.static_range((GROUPS + 31) // 32):
-        group = tl.minimum(part * 32 + tl.arange(0, 32), GROUPS - 1)
-        byte = tl.load(s_row + group[None, :]).to(tl.int32)
-        top, low = tl.maximum(top, tl.max(byte, axis=1)), tl.minimum(low, tl.min(byte, axis=1))
-    return top, tl.max(top - low, axis=0)
+def _add(words, shift, x_row, shown, channel, acc, RUN: tl.constexpr):
+    """acc + the products of one step; the tensor core adds RUN of them up by itself, 0: whatever comes."""
+    w = operands.codes(words, shift)
+    if RUN == 0:
+        acc = _times(w, x_row, shown, channel, acc)
+    else:
+        acc += _times(w, x_row, shown, channel, tl.zeros_like(acc), RUN if w.shape[1] > RUN else None)
+    return acc
 
 
 @triton.jit
-def _add(words, shift, x_row, inside, x_row2, inside2, channel, acc, acc2, MORE: tl.constexpr,
-         HALVES: tl.constexpr):
-    """(acc, acc2) + the products of one step; the tensor core adds e4m3 up within a step alone."""
-    if HALVES:
-        for half in tl.static_range(2):
-            w = operands.halves(words, shift, half)
-            acc = _times(w, x_row, inside, channel + half * w.shape[1], acc)
-            if MORE > 0:
-                acc2 = _times(w, x_row2, inside2, channel + half * w.shape[1], acc2)
-    else:
-        w = operands.codes(words, shift)
-        acc += _times(w, x_row, inside, channel, tl.zeros_like(acc))
+def _by_folding(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K: tl.constexpr, STEP: tl.constexpr,
+                MORE: tl.constexpr, RUN: tl.constexpr):
+    """Sums over K, beside the tokens' scales: a row's group scales are folded into its codes, relative to its
+    first one.  Whether all were near enough is known at the end; if not, each group is a product of its own,
+    the other groups' codes zero.
+    """
+    SPAN: tl.constexpr = operands.SPAN
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    first = tl.load(s_row).to(tl.int32)
+    furthest = tl.where(first > 254 - SPAN, 255, 0).to(tl.uint32).broadcast_to(s_row.shape[0], STEP // 32)
+    for step in range(STEPS):
+        words, byte = _read(w_row, s_row, step, K, STEP, 8, 32)
+        shift = byte.to(tl.int32) - (first - SPAN // 2)
+        if K % STEP != 0:  # zeros beyond the end are no scales
+            shift = tl.where(step * (STEP // 32) + tl.arange(0, STEP // 32)[None, :] < K // 32, shift, 0)
+        furthest = tl.maximum(furthest, shift.to(tl.uint32))
+        shift = _each(shift, words)
+        acc = _add(words, shift, x_row, shown, step * STEP, acc, RUN)
         if MORE > 0:
-            acc2 += _times(w, x_row2, inside2, channel, tl.zeros_like(acc2))
+            acc2 = _add(words, shift, x_row2, shown2, step * STEP, acc2, RUN)
+    acc, acc2 = acc * from_e8m0(first), acc2 * from_e8m0(first)
+    if tl.max(tl.max(furthest, axis=1), axis=0) > SPAN:
+        acc, acc2 = tl.zeros_like(acc), tl.zeros_like(acc2)
+        group = tl.arange(0, STEP // 8)[None, :] // 4
+        for step in range(STEPS):
+            words, _ = _read(w_row, s_row, step, K, STEP, 8, 32)
+            for g in range(tl.minimum(STEP // 32, K // 32 - step * (STEP // 32))):
+                one = tl.where(group == g, words, 0)
+                even = tl.zeros_like(one) + SPAN // 2
+                scale = from_e8m0(tl.load(s_row + (step * (STEP // 32) + g)))
+                acc += scale * _add(one, even, x_row, shown, step * STEP, tl.zeros_like(acc), RUN)
+                if MORE > 0:
+                    acc2 += scale * _add(one, even, x_row2, shown2, step * STEP, tl.zeros_like(acc2), RUN)
     return acc, acc2
 
 
 @triton.jit
-def _by_folding(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K: tl.constexpr,
-                STEP: tl.constexpr, MORE: tl.constexpr, HALVES: tl.constexpr):
-    """Sums over K, beside the tokens' scales: a row's group scales are folded into its codes where they span
-    few binades; else each group is a product of its own, the other groups' codes zero.
-    """
-    SPAN: tl.constexpr = operands.SPAN_HALVES if HALVES else operands.SPAN_CODES
-    LOWERED: tl.constexpr = 13 if HALVES else 5
-    top, span = _span(s_row, K // 32)
-    if span <= SPAN:
-        for step in range((K + STEP - 1) // STEP):
-            words, byte = _read(w_row, s_row, step, K, STEP, 8, 32)
-            shift = _each(byte.to(tl.int32) - (top - SPAN)[:, None], words)
-            acc, acc2 = _add(words, shift, x_row, inside, x_row2, inside2, step * STEP, acc, acc2, MORE,
-                             HALVES)
-    else:
-        group = tl.arange(0, STEP // 8)[None, :] // 4
-        for step in range((K + STEP - 1) // STEP):
-            words, _ = _read(w_row, s_row, step, K, STEP, 8, 32)
-            for g in range(tl.minimum(STEP // 32, K // 32 - step * (STEP // 32))):
-                one = tl.where(group == g, words, 0)
-                byte = tl.load(s_row + (step * (STEP // 32) + g)).to(tl.int32) - top[:, None] + (SPAN + 127)
-                scale = from_e8m0(tl.maximum(byte, 1))  # beside the row's largest
-                part, part2 = _add(one, one & 0, x_row, inside, x_row2, inside2, step * STEP,
-                                   tl.zeros_like(acc), tl.zeros_like(acc2), MORE, HALVES)
-                acc, acc2 = acc + scale * part, acc2 + scale * part2
-    top = from_e8m0(top)[:, None]
-    factor = from_e8m0(tl.full((1, 1), 127 + LOWERED - SPAN, tl.int32))
-    return acc * factor * top, acc2 * factor * top
+def _joined(acc, WINDOWS: tl.constexpr):
+    """Sums of both windows of each token -> of the token."""
+    if WINDOWS == 2:
+        high, low = tl.split(acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1))
+        acc = high + low * operands.LOWER
+    return acc
 
 
 @triton.jit
@@ -280,7 +285,8 @@ def _answer(acc, y_ptr, weight_ptr, begin, inside, slot, first, N, limit, UP: tl
 def _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N, limit,
              WIDTH: tl.constexpr, MORE: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
              CODES: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr,
-             LIMITED: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr):
+             LIMITED: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr,
+             WINDOWS: tl.constexpr, RUN: tl.constexpr):
     """A tile of one expert's weight rows times its tokens at rows begin .. end: WIDTH of them, and MORE."""
     WIDE: tl.constexpr = (K + STEP - 1) // STEP * STEP
     ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
@@ -290,21 +296,21 @@ def _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, 
     feature += expert * (2 * N if UP else N)
     w_row = w_ptr + feature[:, None] * (K // CODES)
     s_row = w_row if s_ptr is None else s_ptr + (feature // SCALE_N)[:, None] * (K // SCALE_K)
-    inside, slot, token, x_row = _tokens(x_ptr, order_ptr, begin, end, J, WIDE, UP, WIDTH)
-    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    inside2, x_row2, acc2 = inside, x_row, acc
+    inside, slot, token, shown, x_row = _tokens(x_ptr, order_ptr, begin, end, J, WIDE, UP, WIDTH, WINDOWS)
+    acc = tl.zeros((BLOCK_M, WINDOWS * WIDTH), tl.float32)
+    inside2, shown2, x_row2, acc2 = inside, shown, x_row, acc
     if MORE > 0:
-        inside2, slot2, token2, x_row2 = _tokens(x_ptr, order_ptr, begin + WIDTH, end, J, WIDE, UP, MORE)
-        acc2 = tl.zeros((BLOCK_M, MORE), tl.float32)
+        inside2, slot2, token2, shown2, x_row2 = _tokens(x_ptr, order_ptr, begin + WIDTH, end, J, WIDE, UP,
+                                                         MORE, WINDOWS)
+        acc2 = tl.zeros((BLOCK_M, WINDOWS * MORE), tl.float32)
     if xs_ptr is None:
-        acc, acc2 = _by_numbers(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K, CODES, SCALE_K,
+        acc, acc2 = _by_numbers(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K, CODES, SCALE_K,
                                 STEP, MORE)
     else:
-        acc, acc2 = _by_folding(w_row, s_row, x_row, inside, x_row2, inside2, acc, acc2, K, STEP, MORE,
-                                x_ptr.dtype.element_ty == tl.float16)
-        acc *= tl.load(xs_ptr + token, mask=inside, other=0.0)[None, :]
+        acc, acc2 = _by_folding(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K, STEP, MORE, RUN)
+        acc = _joined(acc, WINDOWS) * tl.load(xs_ptr + token, mask=inside, other=0.0)[None, :]
         if MORE > 0:
-            acc2 *= tl.load(xs_ptr + token2, mask=inside2, other=0.0)[None, :]
+            acc2 = _joined(acc2, WINDOWS) * tl.load(xs_ptr + token2, mask=inside2, other=0.0)[None, :]
     _answer(acc, y_ptr, weight_ptr, begin, inside, slot, first, N, limit, UP, LIMITED, GROUP)
     if MORE > 0:
         _answer(acc2, y_ptr, weight_ptr, begin + WIDTH, inside2, slot2, first, N, limit, UP, LIMITED, GROUP)
@@ -315,7 +321,7 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
                     K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr, SCALE_N: tl.constexpr,
                     SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
                     STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr,
-                    NARROW: tl.constexpr):
+                    NARROW: tl.constexpr, WINDOWS: tl.constexpr, RUN: tl.constexpr):
     """One program: BLOCK_M weight rows and up to BLOCK_N + MORE tokens; few take a narrower operand.
 
     Up: half the rows are m of gate, half N + m of up; activated; tokens by `order`.  Down: rows m, plain.
@@ -325,7 +331,8 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
         begin = tl.program_id(1)
         expert = tl.load(tile_ptr + begin).to(tl.int64)
         _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, begin + 1, N,
-                 limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M)
+                 limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M, WINDOWS,
+                 RUN)
     else:
         tile_ptr += 3 * tl.program_id(1)
         expert = tl.load(tile_ptr).to(tl.int64)
@@ -333,16 +340,17 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
         if expert < E:
             if end - begin <= NARROW:
                 _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
-                         limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M)
+                         limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M,
+                         WINDOWS, RUN)
             elif end - begin <= BLOCK_N:
                 if BLOCK_N > NARROW:
                     _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
                              limit, BLOCK_N, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP,
-                             BLOCK_M)
+                             BLOCK_M, WINDOWS, RUN)
             elif MORE > 0:
                 _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
                          limit, BLOCK_N, MORE, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP,
-                         BLOCK_M)
+                         BLOCK_M, WINDOWS, RUN)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -375,7 +383,7 @@ def _operands(x: Tensor, weight: Experts, config: dict) -> tuple[Tensor, Tensor 
     """Tokens as a product reads them, and their scales where weights' scales are folded."""
     if config["way"] == "numbers":
         return operands.spread(x, _layout(weight)[0], config["step"]), None
-    return operands.folded(x, config["step"], config["way"] == "halves")
+    return operands.folded(x, config["step"], WINDOWS[config["way"]])
 
 
 def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
@@ -383,13 +391,13 @@ def _configuration(part: str, rows: int, each: int, weight: Experts, features: i
     """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow."""
     name, table, codes = f"moe.experts/{part}", CONFIGS, _layout(weight)[0]
     if numerics.token:
-        name, table = f"{name}_token", TOKEN
-    elif codes == 8 and not numerics.steady and not refuse(weight.weight, sm=90):
+        name, table = f"{name}_token", TOKEN[part]
+    elif codes == 8 and group <= 64 and not numerics.steady and not refuse(weight.weight, sm=90):
         table = MXFP4[part]
     config = up_to(table, 16 if numerics.steady else each)
     if not numerics.steady:
         config = tuned(name, (rows, weight.experts, features, weight.in_features, codes), config)
-    if config["way"] == "codes":
+    if config["way"] != "numbers":
         return config
     step = min(config["step"], max(64, 32 * codes))
     while step > 16 * codes and weight.in_features % step:  # a tensor core takes 16 words
@@ -409,8 +417,9 @@ def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, i
     _product_kernel[grid](
         x, xs, words, scale, tile, order, share, y, N, weight.experts, limit, weight.in_features, J, codes,
         scale_n, scale_k, up is not None, limit > 0, group, config["step"], config["features"],
-        config["tokens"], config["more"], min(NARROW, config["tokens"]), num_warps=config["num_warps"],
-        num_stages=config["num_stages"])
+        config["tokens"], config["more"], min(NARROW, config["tokens"]), WINDOWS[config["way"]],
+        config["run"], num_warps=config["num_warps"], num_stages=config["num_stages"],
+        maxnreg=config["maxnreg"])
     return y
 
 

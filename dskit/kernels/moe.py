@@ -69,7 +69,7 @@ ROUTER = {16: _router(16, 64, 0, 128, 20, 4, 3), 64: _router(32, 64, 0, 128, 20,
           256: _router(64, 64, 0, 128, 10, 4, 4, 1), 1024: _router(64, 128, 0, 64, 5, 4, 4),
           1 << 62: _router(64, 128, 64, 64, 1, 4, 6, 1)}
 ROUTER_WIDE = _router(16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
-CHUNK = 256  # slots of a program of plan
+CHUNKS = {4096: 64, 1 << 31: 256}  # most slots -> those of a program of plan
 AT_ONCE = 2048  # slots that each program counts by itself
 MOVE = {"piece": 1024, "num_warps": 4}  # channels of a row that one program moves
 ACTIVATE = {"channels": 2048, "num_warps": 4}  # channels that one program of swiglu computes, in groups
@@ -442,7 +442,7 @@ def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     expert, order = topk.new_empty(R), topk.new_empty(R)
     place = torch.empty_like(topk)
     end = torch.empty(E, dtype=torch.int32, device=topk.device)
-    block, bins = min(CHUNK, max(32, pow2(R))), pow2(E + 1)
+    block, bins = min(up_to(CHUNKS, R), max(32, pow2(R))), pow2(E + 1)
     chunks, count = max(1, cdiv(R, block)), None
     if R > AT_ONCE:
         count = torch.empty(chunks, E, dtype=torch.int32, device=topk.device)
