@@ -8,8 +8,9 @@ Idea
         weigh   z = q K^T, softmax                | P | P |   weights, and what earlier sums fade by
         add up  o = fade o + P K, twice: each of two groups has half of the channels of all 64 heads
 
-    Every arrow is a pair of barriers, full and empty.  A program keeps its processor and takes one item after
-    the other, a row or a part of its tiles, so that the next row's tiles come while the last one is stored.
+    Between two stand barriers, full and empty.  A program keeps its processor and takes one item after the
+    other, a row or a part of its tiles, so that the next row's tiles come while the last one is stored.  Its
+    rows are sent for when it begins, its queries and indices one item ahead.
 
     Channels stand as in mla.py, firsts of pairs apart from seconds, half of the pairs in one buffer
     [firsts | seconds] and half in another: a thread of an adding group holds both numbers of a pair and can
@@ -91,46 +92,51 @@ def _both(low, high, some, other_low, other_high, other_some):
 
 
 @gluon.jit
-def _span(index_ptr, count, begin, end, WIDE: gl.constexpr):
-    """(first tile, tiles) of begin .. end that hold real indices or lie between them, and a real index."""
+def _list(index_ptr, count, WIDE: gl.constexpr):
     at = gl.arange(0, WIDE, LINE)
-    index = gl.load(index_ptr + at, at < count, other=-1).to(gl.int32)
-    real = index >= 0
+    return gl.load(index_ptr + at, at < count, other=-1).to(gl.int32)
+
+
+@gluon.jit
+def _span(index, count, begin, end):
+    """(first tile, tiles) of begin .. end that hold real indices or lie between them, and a real index."""
+    at, real = gl.arange(0, index.shape[0], LINE), index >= 0
     low, high, some = gl.reduce((gl.where(real, at, count), gl.where(real, at + 1, 0), index), 0, _both)
     first = gl.maximum(begin, low // 64)
-    return first, gl.maximum(gl.minimum(end, gl.cdiv(high, 64)) - first, 0), some
+    return first, gl.maximum(gl.minimum(end, gl.cdiv(high, 64)) - first, 0), gl.maximum(some, 0)
 
 
 @gluon.jit
 def _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE: gl.constexpr,
            CHOSEN_WIDE: gl.constexpr):
-    """The spans of an item, which has `per` tiles of the window's and then the entries'."""
+    """An item's row, the spans of its `per` tiles, the window's and then the entries', and both lists."""
     token, begin = (item // splits).to(gl.int64), item % splits * per
-    window = _span(read_ptr + token * W, W, begin, begin + per, READ_WIDE)
-    entry = 0, 0, 0
+    read = _list(read_ptr + token * W, W, READ_WIDE)
+    chosen = read if chosen_ptr is None else _list(chosen_ptr + token * K, K, CHOSEN_WIDE)
+    window, entry = _span(read, W, begin, begin + per), (0, 0, 0)
     if chosen_ptr is not None:
         begin -= gl.cdiv(W, 64)
-        entry = _span(chosen_ptr + token * K, K, gl.maximum(begin, 0), begin + per, CHOSEN_WIDE)
-    return token, window, entry
+        entry = _span(chosen, K, gl.maximum(begin, 0), begin + per)
+    return token, window, entry, read, chosen
 
 
 # ---- bring -------------------------------------------------------------------------------------------------
 
 @gluon.jit
-def _rows(index_ptr, at, some, count, LAYOUT: gl.constexpr):
-    """32 rows to read, one that is read anyway in place of none, and what the scores of none are moved by."""
+def _rows(index_ptr, at, end, LAYOUT: gl.constexpr):
+    """32 rows to read, -1 for none."""
     at += gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
-    index = gl.load(index_ptr + at, at < count, other=-1)
-    return gl.where(index < 0, some, index), gl.where(index < 0, float("-inf"), 0.0)
+    return gl.load(index_ptr + at, at < end, other=-1).to(gl.int32)
 
 
 @gluon.jit
-def _coded(code_ptr, byte_ptr, row, SIDE: gl.constexpr, E2M1: gl.constexpr):
-    """Codes and scales of one half of the pairs of 32 rows."""
+def _coded(code_ptr, byte_ptr, row, some, SIDE: gl.constexpr, E2M1: gl.constexpr):
+    """Codes and scales of one half of the pairs of 32 rows; a row that is read anyway in place of none."""
     LAYOUT: gl.constexpr = FP4 if E2M1 else FP8
     GROUPS: gl.constexpr = FP4_GROUPS if E2M1 else FP8_GROUPS
     COUNT: gl.constexpr = 16 if E2M1 else 8  # scales of a half
     NBYTES: gl.constexpr = 288 if E2M1 else 528
+    row = gl.where(row < 0, some, row).to(gl.int64)
     pair = 128 * SIDE + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :]
     code = gl.load(code_ptr + row[:, None] * (NBYTES if E2M1 else NBYTES // 2) + pair)
     group = NBYTES + COUNT * (SIDE - 2) + gl.arange(0, COUNT, gl.SliceLayout(0, GROUPS))[None, :]
@@ -176,31 +182,46 @@ def _bring_tiles(n, k_smem, bias_smem, k_full, k_empty, code_ptr, byte_ptr, inde
                  E2M1: gl.constexpr):
     LAYOUT: gl.constexpr = FP4 if E2M1 else FP8
     first, tiles, some = span
+    end = gl.minimum(count, (first + tiles) * 64)
+    upper, lower = _rows(index_ptr, first * 64, end, LAYOUT), _rows(index_ptr, first * 64 + 32, end, LAYOUT)
     for tile in range(first, first + tiles):
         stage = n % 2
-        upper, upper_bias = _rows(index_ptr, tile * 64, some, count, LAYOUT)
-        lower, lower_bias = _rows(index_ptr, tile * 64 + 32, some, count, LAYOUT)
-        upper_left = _coded(code_ptr, byte_ptr, upper, 0, E2M1)
-        lower_left = _coded(code_ptr, byte_ptr, lower, 0, E2M1)
+        a = _coded(code_ptr, byte_ptr, upper, some, 0, E2M1)
+        b = _coded(code_ptr, byte_ptr, lower, some, 0, E2M1)
         if E2M1:  # registers hold codes of a whole tile; of e4m3 half of them
-            upper_right = _coded(code_ptr, byte_ptr, upper, 1, E2M1)
-            lower_right = _coded(code_ptr, byte_ptr, lower, 1, E2M1)
+            c = _coded(code_ptr, byte_ptr, upper, some, 1, E2M1)
+            d = _coded(code_ptr, byte_ptr, lower, some, 1, E2M1)
         mbarrier.wait(k_empty.index(stage), (n // 2 & 1) ^ 1)
-        bias_smem.index(stage).slice(0, 32).store(upper_bias)
-        bias_smem.index(stage).slice(32, 32).store(lower_bias)
+        bias_smem.index(stage).slice(0, 32).store(gl.where(upper < 0, float("-inf"), 0.0))
+        bias_smem.index(stage).slice(32, 32).store(gl.where(lower < 0, float("-inf"), 0.0))
         left, right = k_smem.index(2 * stage), k_smem.index(2 * stage + 1)
-        _put(upper_left, left.slice(0, 32), E2M1)
+        _put(a, left.slice(0, 32), E2M1)
         if not E2M1:
-            upper_right = _coded(code_ptr, byte_ptr, upper, 1, E2M1)
-        _put(lower_left, left.slice(32, 32), E2M1)
+            c = _coded(code_ptr, byte_ptr, upper, some, 1, E2M1)
+        _put(b, left.slice(32, 32), E2M1)
         _full(k_full.index(2 * stage))
         if not E2M1:
-            lower_right = _coded(code_ptr, byte_ptr, lower, 1, E2M1)
-        _put(upper_right, right.slice(0, 32), E2M1)
-        _put(lower_right, right.slice(32, 32), E2M1)
+            d = _coded(code_ptr, byte_ptr, lower, some, 1, E2M1)
+        upper, lower = (_rows(index_ptr, tile * 64 + 64, end, LAYOUT),
+                        _rows(index_ptr, tile * 64 + 96, end, LAYOUT))
+        _put(c, right.slice(0, 32), E2M1)
+        _put(d, right.slice(32, 32), E2M1)
         _full(k_full.index(2 * stage + 1))
         n += 1
     return n
+
+
+@gluon.jit
+def _prefetch(ptr):
+    """Have lines of 128 bytes in the L2."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(gl.int64)],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _prefetch_rows(byte_ptr, index, NBYTES: gl.constexpr):
+    for line in gl.static_range((NBYTES + 127) // 128):
+        _prefetch(byte_ptr + gl.maximum(index, 0).to(gl.int64) * NBYTES + 128 * line)
 
 
 @gluon.jit
@@ -208,7 +229,12 @@ def _bring(k_smem, bias_smem, k_full, k_empty, window_code_ptr, window_ptr, entr
            items, W, K, splits, per, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr):
     n = 0  # tiles so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
+        token, window, entry, read, chosen = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE,
+                                                    CHOSEN_WIDE)
+        if splits == 1:
+            _prefetch_rows(window_ptr, read, 528)
+            if chosen_ptr is not None:
+                _prefetch_rows(entry_ptr, chosen, 288)
         n = _bring_tiles(n, k_smem, bias_smem, k_full, k_empty, window_code_ptr, window_ptr,
                          read_ptr + token * W, window, W, False)
         if chosen_ptr is not None:
@@ -227,34 +253,42 @@ def _turns(turn_ptr, token, pair, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def _queries(q_ptr, turn_ptr, q_smem, token, TURNS: gl.constexpr):
-    """Rotate a row's queries on their way to shared memory."""
-    head = gl.arange(0, 16, gl.SliceLayout(1, WORDS))[:, None]
+def _queries(q_ptr, turn_ptr, q_smem, q_full, token, TURNS: gl.constexpr, SIDE: gl.constexpr):
+    """Rotate half of the pairs of a row's queries on their way to shared memory."""
+    head = gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
     pair = gl.arange(0, 128, gl.SliceLayout(0, WORDS))
-    turned, c, s = _turns(turn_ptr, token, pair, TURNS)
-    for side in gl.static_range(2):
-        for part in gl.static_range(4):
-            at = (token * 64 + 16 * part + head) * 256 + 128 * side + pair[None, :]
-            a, b = from_bf16_pair(gl.load(q_ptr + at).to(gl.uint32, bitcast=True))
-            if side:
-                a, b = gl.where(turned, a * c - b * s, a), gl.where(turned, a * s + b * c, b)
-            rows = q_smem.index(side).slice(16 * part, 16)
-            rows.slice(0, 128, dim=1).store(a.to(gl.bfloat16))
-            rows.slice(128, 128, dim=1).store(b.to(gl.bfloat16))
-    fence_async_shared()
-    tl.debug_barrier()
+    at = (token * 64 + head) * 256 + 128 * SIDE + pair[None, :]
+    a, b = from_bf16_pair(gl.load(q_ptr + at).to(gl.uint32, bitcast=True))
+    if SIDE:
+        turned, c, s = _turns(turn_ptr, token, pair, TURNS)
+        a, b = gl.where(turned, a * c - b * s, a), gl.where(turned, a * s + b * c, b)
+    q_smem.index(SIDE).slice(0, 128, dim=1).store(a.to(gl.bfloat16))
+    q_smem.index(SIDE).slice(128, 128, dim=1).store(b.to(gl.bfloat16))
+    _full(q_full)
 
 
 @gluon.jit
-def _weigh(q_smem, k_smem, bias_smem, p_smem, fade_smem, share_smem, k_full, p_full, p_empty, share_full,
-           share_empty, q_ptr, turn_ptr, read_ptr, chosen_ptr, sink_ptr, stat_ptr, items, W, K, splits, per,
-           scale, TURNS: gl.constexpr, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr):
+def _expect(q_ptr, read_ptr, chosen_ptr, token, W, K, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr):
+    """Prefetch the queries and indices of a row: 32 words and 16 indices are a line."""
+    _prefetch(q_ptr + token * (64 * 256) + 32 * gl.arange(0, 512, LINE))
+    _prefetch(read_ptr + token * W + gl.minimum(gl.arange(0, READ_WIDE, LINE), W - 1))
+    if chosen_ptr is not None:
+        _prefetch(chosen_ptr + token * K + gl.minimum(gl.arange(0, CHOSEN_WIDE, LINE), K - 1))
+
+
+@gluon.jit
+def _weigh(q_smem, k_smem, bias_smem, p_smem, fade_smem, share_smem, q_full, k_full, p_full, p_empty,
+           share_full, share_empty, q_ptr, read_ptr, chosen_ptr, sink_ptr, stat_ptr, items, W, K, splits, per,
+           scale, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr):
     HEAD: gl.constexpr = gl.SliceLayout(1, SCORES)
     head = gl.arange(0, 64, HEAD)
     n, done = 0, 0  # tiles and items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
-        _queries(q_ptr, turn_ptr, q_smem, token, TURNS)
+        token, window, entry, _, _ = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE,
+                                            CHOSEN_WIDE)
+        following = gl.minimum(item + gl.num_programs(0), items - 1) // splits
+        _expect(q_ptr, read_ptr, chosen_ptr, following.to(gl.int64), W, K, READ_WIDE, CHOSEN_WIDE)
+        mbarrier.wait(q_full, done & 1)
         top, total = gl.full([64], FLOOR, gl.float32, HEAD), gl.full([64], 0.0, gl.float32, HEAD)
         for _ in range(window[1] + entry[1]):
             stage, phase = n % 2, n // 2 & 1
@@ -278,24 +312,27 @@ def _weigh(q_smem, k_smem, bias_smem, p_smem, fade_smem, share_smem, k_full, p_f
             mbarrier.wait(share_empty, (done & 1) ^ 1)
             share_smem.store(1.0 / gl.where(total > 0, total * UNIT, 1.0))
             _full(share_full)
-            done += 1
         else:
             at = 2 * (item.to(gl.int64) * 64 + head)
             gl.store(stat_ptr + at, top)
             gl.store(stat_ptr + at + 1, total)
+        done += 1  # noqa: SIM113 - there is no enumerate on a GPU
 
 
 # ---- add up ------------------------------------------------------------------------------------------------
 
 @gluon.jit
-def _add_up(k_smem, p_smem, fade_smem, share_smem, k_empty, p_full, p_empty, share_full, share_empty,
-            turn_ptr, read_ptr, chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS: gl.constexpr,
-            READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr, SIDE: gl.constexpr):
+def _add_up(q_smem, k_smem, p_smem, fade_smem, share_smem, q_full, k_empty, p_full, p_empty, share_full,
+            share_empty, q_ptr, turn_ptr, read_ptr, chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per,
+            TURNS: gl.constexpr, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr, SIDE: gl.constexpr):
     head = gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     pair = gl.arange(0, 128, gl.SliceLayout(0, SUMS))
     n, done = 0, 0  # tiles and items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
+        token = (item // splits).to(gl.int64)
+        _queries(q_ptr, turn_ptr, q_smem, q_full, token, TURNS, SIDE)  # the last row's were all multiplied
+        _, window, entry, _, _ = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE,
+                                        CHOSEN_WIDE)
         o = gl.full([64, 256], 0.0, gl.float32, SUMS)
         for _ in range(window[1] + entry[1]):
             stage = n % 2
@@ -338,10 +375,10 @@ def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["items", "W", "K", "splits", "per"])
-def _attend_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_ptr, read_ptr, entry_ptr, chosen_ptr,
-                       sink_ptr, out_ptr, sum_ptr, stat_ptr, items, W, K, splits, per, scale,
-                       TURNS: gl.constexpr, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr,
-                       REGISTERS: gl.constexpr):
+def _mla_attend_hopper_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_ptr, read_ptr, entry_ptr,
+                                  chosen_ptr, sink_ptr, out_ptr, sum_ptr, stat_ptr, items, W, K, splits, per,
+                                  scale, TURNS: gl.constexpr, READ_WIDE: gl.constexpr,
+                                  CHOSEN_WIDE: gl.constexpr, REGISTERS: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     LIST: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
@@ -350,19 +387,20 @@ def _attend_fwd_kernel(q_ptr, turn_ptr, window_code_ptr, window_ptr, read_ptr, e
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], LIST)
     fade = gl.allocate_shared_memory(gl.float32, [2, 64], LIST)
     share = gl.allocate_shared_memory(gl.float32, [64], LIST)
+    q_full = _barriers(1, 2).index(0)
     k_full, k_empty = _barriers(4, 1), _barriers(2, 2)
     p_full, p_empty = _barriers(2, 1), _barriers(2, 2)
     share_full, share_empty = _barriers(1, 1).index(0), _barriers(1, 2).index(0)
     gl.warp_specialize([
-        (_add_up, (k, p, fade, share, k_empty, p_full, p_empty, share_full, share_empty, turn_ptr, read_ptr,
-                   chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS, READ_WIDE, CHOSEN_WIDE,
-                   0)),
-        (_add_up, (k, p, fade, share, k_empty, p_full, p_empty, share_full, share_empty, turn_ptr, read_ptr,
-                   chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS, READ_WIDE, CHOSEN_WIDE,
-                   1)),
-        (_weigh, (q, k, bias, p, fade, share, k_full, p_full, p_empty, share_full, share_empty, q_ptr,
-                  turn_ptr, read_ptr, chosen_ptr, sink_ptr, stat_ptr, items, W, K, splits, per, scale, TURNS,
-                  READ_WIDE, CHOSEN_WIDE)),
+        (_add_up, (q, k, p, fade, share, q_full, k_empty, p_full, p_empty, share_full, share_empty, q_ptr,
+                   turn_ptr, read_ptr, chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS,
+                   READ_WIDE, CHOSEN_WIDE, 0)),
+        (_add_up, (q, k, p, fade, share, q_full, k_empty, p_full, p_empty, share_full, share_empty, q_ptr,
+                   turn_ptr, read_ptr, chosen_ptr, out_ptr, sum_ptr, items, W, K, splits, per, TURNS,
+                   READ_WIDE, CHOSEN_WIDE, 1)),
+        (_weigh, (q, k, bias, p, fade, share, q_full, k_full, p_full, p_empty, share_full, share_empty, q_ptr,
+                  read_ptr, chosen_ptr, sink_ptr, stat_ptr, items, W, K, splits, per, scale, READ_WIDE,
+                  CHOSEN_WIDE)),
         (_bring, (k, bias, k_full, k_empty, window_code_ptr, window_ptr, entry_ptr, read_ptr, chosen_ptr,
                   items, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)),
     ], [4, 4, 4], [REGISTERS[0], REGISTERS[1], REGISTERS[2]])
@@ -385,7 +423,7 @@ def attend(q: Tensor, turn: Tensor, window: Tensor, read: Tensor, entries: Tenso
     splits, per = mla.splits(T, common.cdiv(W, 64) + common.cdiv(K, 64), 0 if steady else processors)
     sums, stats = mla.parts(out.view(torch.bfloat16), splits)
     items = T * splits
-    _attend_fwd_kernel[(min(items, processors),)](
+    _mla_attend_hopper_fwd_kernel[(min(items, processors),)](
         q, turn, window.view(torch.int16), window, read, entries, chosen, sink, out, sums, stats, items, W, K,
         splits, per, (2 * PAIRS)**-0.5 / UNIT.value * LOG2E.value, TURNS=turn.shape[1],
         READ_WIDE=common.pow2(W), CHOSEN_WIDE=common.pow2(K), REGISTERS=REGISTERS, num_warps=4)

@@ -17,9 +17,9 @@ Tiling
     shared memory.  Each group scores half of a tile's entries and sums half of the channels.  Where
     the loop has stages enough, the next tile's bytes arrive meanwhile.
 
-    Many rows read the same entries again and again, so their caches come laid out as numbers (layers/mla.py),
-    and a kernel of its own takes them: nothing is restored, channels keep their order, and a tile goes from
-    memory to the tensor cores without passing through registers, while the next one arrives.
+    Caches that hold numbers have a kernel of their own for rows that are not shared out: nothing is restored,
+    channels keep their order, and a tile goes from memory to the tensor cores without passing through
+    registers, while the next one arrives.
 
     On Hopper the released widths and packings have a kernel in hopper.py, which is faster than both.
 
