@@ -118,6 +118,10 @@ class Group:
             raise GroupError(f"the ranks have planned different steps: {sorted(kinds)}")
         return found
 
+    def meet(self) -> None:
+        """Wait until all ranks are here, as long as loading may take: what they do then they do at once."""
+        dist.barrier(group=self.loading)
+
     def leave(self) -> None:
         """Take this process out; the others must do so too."""
         dist.destroy_process_group()

@@ -182,6 +182,7 @@ class LLM:
             )
         rebalancer = Rebalancer.of(model, peers, cfg) if peers.size > 1 else None
         if peers.size > 1:
+            group.meet()  # one may have loaded long before another
             each = 1 + model.config.dspark_block_size * cfg.drafts  # rows of a sequence that decodes
             peers.open(model, spec.padded(max(cfg.max_num_batched_tokens, cfg.max_num_seqs * each)))
         # a graph repeats no collective of torch.distributed; kernels that write to peers it does
