@@ -43,14 +43,10 @@ class Apart(RuntimeError):
 
 
 class Window:
-    """`own`: this rank's bytes, which are all zero at first; address_K: where they and those of peers begin.
+    """`own`: this rank's bytes, at first all zero; address_K: where they and those of its peers begin."""
 
-    processors: multiprocessors that every rank has.
-    """
-
-    def __init__(self, own: Tensor, address_K: Tensor, at: dict[str, int], max_rows: int, processors: int):
-        self.own, self.address_K, self.at, self.max_rows, self.processors = (
-            own, address_K, at, max_rows, processors)
+    def __init__(self, own: Tensor, address_K: Tensor, at: dict[str, int], max_rows: int):
+        self.own, self.address_K, self.at, self.max_rows = own, address_K, at, max_rows
         self.seen = torch.zeros(2, PROGRAMS, dtype=torch.int64, device=own.device)
         self.alone = torch.zeros(1, dtype=torch.int32, device=own.device)
         self.live = torch.zeros(1, dtype=torch.int64, device=own.device)
@@ -95,7 +91,7 @@ def open_window(group: dist.ProcessGroup, device: torch.device, max_rows: int, w
         why = f"symmetric memory: {str(error).splitlines()[0]}"
     _agree(group, why)  # and nobody's flags are raised before all bytes are zero
     address_K = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    found = Window(own, address_K, at, max_rows, min(rank["processors"] for rank in ranks))
+    found = Window(own, address_K, at, max_rows)
     found.handle = handle  # which keeps the peers' memory mapped
     return found
 
@@ -120,13 +116,10 @@ def _agree(group: dist.ProcessGroup, why: str | None) -> None:
             raise Apart(f"rank {rank} of the group says: {reason}")
 
 
-def _card(device: torch.device) -> dict[str, Any]:
+def _card(device: torch.device) -> dict[str, str | None]:
     """What the others need to know about this rank's device."""
-    if device.type != "cuda":
-        return {"host": socket.gethostname(), "card": None, "processors": 0}
-    properties = torch.cuda.get_device_properties(device)
-    return {"host": socket.gethostname(), "card": str(properties.uuid),
-            "processors": properties.multi_processor_count}
+    card = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return {"host": socket.gethostname(), "card": card}
 
 
 def _apart(ranks: list[dict[str, Any]], device: torch.device) -> str | None:

@@ -1,11 +1,10 @@
 """Rows to the ranks that hold their experts, and answers back, written straight into the peers' memory.
 
 Idea
-    A fixed number of programs cut the rows of a step between them, each row in pieces, and the same way on
-    every rank.  A program writes its pieces to whichever rank has a slot for their row, raises its flag at
-    every peer, waits until the same program of every peer has raised its flag here, and restores the codes
-    that those have written.  So nobody waits for all, and nobody asks a host: row t of rank k lies at
-    k * rows + t, whether it came or not.
+    Programs share the rows of a step, or parts of rows, the same way on every rank.  Each writes its own to
+    whichever rank has a slot for them, raises its flag at every peer, waits until the same program of every
+    peer has raised its flag here, and restores the codes that those have written.  So nobody waits for all,
+    and nobody asks a host: row t of rank k lies at k * rows + t, whether it came or not.
 
         dispatch   x -> FP8 codes and scales, or x as it is -> peers | flags | codes -> x
         combine    answers -> the ranks that asked, where moe.combine finds them | flags

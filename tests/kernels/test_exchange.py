@@ -31,7 +31,7 @@ def windows(size: int, width: int, choices: int, dtype: torch.dtype, each: bool)
     at, nbytes = measured(size, MOST, width, choices, dtype, each)
     held = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(size)]
     address = torch.tensor([own.data_ptr() for own in held])
-    return [Peers(rank, size, window=Window(own, address, at, MOST, 132)) for rank, own in enumerate(held)]
+    return [Peers(rank, size, window=Window(own, address, at, MOST)) for rank, own in enumerate(held)]
 
 
 def answers_of(x: torch.Tensor, slot: torch.Tensor, rank: int, each: bool) -> torch.Tensor:
