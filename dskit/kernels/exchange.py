@@ -69,8 +69,9 @@ def _cut(tile: int, tiles: int, programs: int, num_warps: int, turn: int = 1 << 
 
 
 # most rows of a rank -> how they are cut; what waits costs nothing where there is more to run
-CONFIGS = {name: {8: _cut(1024, 1, 256, 4), 64: _cut(2048, 1, 256, 8), 256: _cut(8192, 1, 128, 16),
-                  1 << 62: _cut(1024, 5, 1056, 4, 2)} for name in ("exchange.dispatch", "exchange.combine")}
+FEW = {8: _cut(1024, 1, 256, 4), 64: _cut(2048, 1, 256, 8), 256: _cut(8192, 1, 128, 16)}
+CONFIGS = {"exchange.dispatch": {**FEW, 1 << 62: _cut(1024, 5, 8192, 4, 1)},
+           "exchange.combine": {**FEW, 1 << 62: _cut(1024, 5, 1056, 4)}}
 
 
 @dataclass(eq=False)
