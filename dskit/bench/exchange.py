@@ -34,7 +34,7 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 from dskit import ops
-from dskit.bench.environment import deliver, header
+from dskit.bench.environment import deliver, header, say
 from dskit.bench.kernels import NO_GPU
 from dskit.bench.steps import show
 from dskit.bench.timing import Device
@@ -148,6 +148,8 @@ class Course:
     def row(self, way: str, calls: dict[str, Callable], right: bool | None, graph: bool) -> Row:
         """The times of one way."""
         us = {name: self.us(call, graph) for name, call in calls.items()}
+        if self.peers.rank == 0:
+            say(f"{self.rows} rows by {way}: {us['there']:.1f} us there, {us['back']:.1f} back ({right=})")
         sent = {name: self.rows * (self.peers.size - 1) * each for name, each in self.bytes.items()}
         sent["both"] = sent["there"] + sent["back"]
         return {"rows": self.rows, "way": way, **{f"{name}_us": us[name] for name in sent},
