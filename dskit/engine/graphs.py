@@ -348,7 +348,7 @@ class Graphs:
             self._room(size.part, given).fill(given, index)
             graph = self._graph(size)
         if graph is None or not self._sound(graph, size):
-            self.counts["eager_prefills"] += 1
+            self.counts["eager_prefills"] += rows > 0  # a chunk before the end of its prompt leaves none
             return work(state, step, memory, shared, *more)
         self.counts["graph_prefills"] += 1
         self._now = step, shared, index
