@@ -50,14 +50,16 @@ def main(args: Any, command: str) -> int:
     """Measure what the flags ask for, or show a file of records (`--read`)."""
     if args.read:
         return show(records.read(args.read), args)
-    jobs, kept = chosen(args), []
-    if args.resume:
-        kept = [record for record in records.read(args.resume) if records.timed(record, args.compile)]
-        jobs = [job for job in jobs if not any(records.same(job, record) for record in kept)]
+    jobs, old = chosen(args), records.read(args.resume) if args.resume else []
+    done = [record for record in old if records.timed(record, args.compile)]
+    jobs = [job for job in jobs if not any(records.same(job, record) for record in done)]
+    kept = [record for record in old if not any(records.same(job, record) for job in jobs)]
     out = destination(args, command)
     found = []
     with open(out, "w") if out else open(os.devnull, "w") as file:
         for number, record in enumerate(measure(jobs, args, kept)):
+            if record.get("status") == "not_measured":  # what is known of it is more
+                record = next((each for each in old if records.same(each, record)), record)
             found.append(record)
             file.write(json.dumps(record) + "\n")
             file.flush()

@@ -232,6 +232,11 @@ def test_a_run_is_resumed_where_it_ended(monkeypatch, tmp_path, capsys):
     now = records.read(tmp_path / "old")
     assert len(now) == len(jobs) and now[0] == done and all(records.timed(one, True) for one in now)
     assert len(capsys.readouterr().out.split(" us (")) == len(jobs)  # what was there is not told again
+    late = [worker.blank(all_cases()["norm.rms"], job["shape"], worker.Options()) for job in jobs]
+    monkeypatch.setattr(pool, "work", lambda todo, *_: list(zip(jobs, late, strict=True)))
+    (tmp_path / "old").write_text(json.dumps(slow) + "\n")
+    assert cli.main(command) == 0
+    assert records.read(tmp_path / "old")[1] == slow  # what had no time keeps what was known of it
 
 
 # ---- floors and timing -------------------------------------------------------------------------------------
