@@ -202,14 +202,11 @@ def ld(ptr, mask=None, other=0.0):
 
 
 @triton.jit
-def dot(a, b, acc, RUN: tl.constexpr = None):
-    """acc + a @ b, float32 sums; operands stay narrow on a GPU and are widened (exactly) when interpreted.
-
-    RUN: channels that an FP8 tensor core, whose sums have fewer bits, adds up by itself.
-    """
+def dot(a, b, acc):
+    """acc + a @ b, float32 sums; operands stay narrow on a GPU and are widened (exactly) when interpreted."""
     if INTERP:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee", max_num_imprecise_acc=RUN)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

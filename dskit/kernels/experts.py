@@ -32,9 +32,11 @@ Errors
 
 Numerics
     Both operands are exact, sums are float32; but an FP8 tensor core adds a step's 256 products up itself,
-    which is off by 7e-4 of an answer's size, measured on an H200, and by 3e-3 where it adds all of them.  In
-    the first product that moves roundings of h, and the op is off by 4e-3; with windows by 1.8e-3.  A row's
-    bits do not depend on the rows beside it when the tiles do not (`steady`).
+    which is off by 7e-4 of an answer's size, measured on an H200.  In the first product that moves roundings
+    of h, and the op is off by 4e-3; with windows by 1.1e-3 to 1.6e-3.  `codes` after `numbers` are off by
+    1.3e-3, after windows by 1.9e-3, which is too much.  A row with few numbers far above all others leaves
+    its first window nearly empty: it is as exact as with `codes`.  A row's bits do not depend on the rows
+    beside it when the tiles do not (`steady`).
 
 Source
     kernels.md 1.8, 2.3; model.md 3.11.
@@ -70,12 +72,11 @@ Numerics = Any
 
 
 def _config(way: str, tokens: int, features: int, step: int, warps: int, stages: int, more: int = 0,
-            registers: int | None = None, run: int = 256) -> dict[str, int | str | None]:
+            registers: int | None = None) -> dict[str, int | str | None]:
     """Operands; tokens of a tile and more; weight rows (half of gate, half of up); channels of a step; the
-    most registers of a thread, where more programs at a time gain more than spilling costs; channels that an
-    FP8 tensor core adds up by itself, 0: all.
+    most registers of a thread, where one more program at a time gains more than spilling costs.
     """
-    return {"way": way, "tokens": tokens, "more": more, "features": features, "step": step, "run": run,
+    return {"way": way, "tokens": tokens, "more": more, "features": features, "step": step,
             "num_warps": warps, "num_stages": stages, "maxnreg": registers}
 
 
@@ -86,16 +87,16 @@ CONFIGS = {0: _config("numbers", 16, 64, 256, 4, 4), 10: _config("numbers", 16, 
 # the same of MXFP4 where a tensor core takes e4m3
 FEW = _config("windows", 8, 64, 256, 4, 4, registers=128)
 SOME = _config("codes", 16, 64, 256, 4, 4, registers=128)
-MXFP4 = {"up": {4: FEW, 24: _config("windows", 16, 64, 256, 4, 3, registers=128),
+MANY = _config("codes", 64, 64, 256, 4, 3, more=16)
+MXFP4 = {"up": {4: FEW, 24: _config("numbers", 16, 64, 256, 4, 4),
                 1 << 62: _config("numbers", 64, 128, 128, 4, 3, more=16)},
-         "down": {4: FEW, 24: SOME, 1 << 62: _config("codes", 64, 64, 256, 4, 3, more=16)}}
-TOKEN = {"up": {24: SOME, 1 << 62: _config("codes", 64, 128, 256, 4, 3, more=16, run=0)},
-         "down": {24: SOME, 1 << 62: _config("codes", 64, 128, 128, 4, 4, more=16, run=0)}}
+         "down": {4: FEW, 24: SOME, 1 << 62: MANY}}
+TOKEN = {24: SOME, 1 << 62: MANY}
 WINDOWS = {"numbers": 1, "codes": 1, "windows": 2}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*MXFP4["up"].values(), *MXFP4["down"].values(), _config("numbers", 8, 64, 256, 4, 4),
-         _config("numbers", 16, 64, 256, 4, 4), _config("numbers", 64, 128, 256, 8, 3, more=16))
-TRIED_TOKEN = (*TOKEN["up"].values(), TOKEN["down"][1 << 62], MXFP4["down"][1 << 62])
+TRIED = (*MXFP4["up"].values(), *MXFP4["down"].values(), _config("numbers", 8, 64, 256, 4, 4))
+TRIED_TOKEN = (*TOKEN.values(), _config("codes", 16, 64, 256, 4, 3, registers=128),
+               _config("codes", 64, 128, 256, 8, 3, more=16))
 CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
               "moe.experts/up_token": TRIED_TOKEN, "moe.experts/down_token": TRIED_TOKEN}
 
@@ -178,10 +179,10 @@ def _tokens(x_ptr, order_ptr, begin, end, J: tl.constexpr, WIDE: tl.constexpr, U
 
 
 @triton.jit
-def _times(w, x_row, shown, channel, acc, RUN: tl.constexpr = None):
+def _times(w, x_row, shown, channel, acc):
     """acc + w times the tokens' channels from `channel` on."""
     k = channel + tl.arange(0, w.shape[1])[:, None]
-    return dot(w, tl.load(x_row + k, mask=shown, other=0.0), acc, RUN)
+    return dot(w, tl.load(x_row + k, mask=shown, other=0.0), acc)
 
 
 @triton.jit
@@ -212,19 +213,14 @@ def _by_numbers(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K: tl.con
 
 
 @triton.jit
-def _add(words, shift, x_row, shown, channel, acc, RUN: tl.constexpr):
-    """acc + the products of one step; the tensor core adds RUN of them up by itself, 0: whatever comes."""
-    w = operands.codes(words, shift)
-    if RUN == 0:
-        acc = _times(w, x_row, shown, channel, acc)
-    else:
-        acc += _times(w, x_row, shown, channel, tl.zeros_like(acc), RUN if w.shape[1] > RUN else None)
-    return acc
+def _add(words, shift, x_row, shown, channel, acc):
+    """acc + the products of one step, which the tensor core adds up before float32 takes over."""
+    return acc + _times(operands.codes(words, shift), x_row, shown, channel, tl.zeros_like(acc))
 
 
 @triton.jit
 def _by_folding(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K: tl.constexpr, STEP: tl.constexpr,
-                MORE: tl.constexpr, RUN: tl.constexpr):
+                MORE: tl.constexpr):
     """Sums over K, beside the tokens' scales: a row's group scales are folded into its codes, relative to its
     first one.  Whether all were near enough is known at the end; if not, each group is a product of its own,
     the other groups' codes zero.
@@ -240,9 +236,9 @@ def _by_folding(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K: tl.con
             shift = tl.where(step * (STEP // 32) + tl.arange(0, STEP // 32)[None, :] < K // 32, shift, 0)
         furthest = tl.maximum(furthest, shift.to(tl.uint32))
         shift = _each(shift, words)
-        acc = _add(words, shift, x_row, shown, step * STEP, acc, RUN)
+        acc = _add(words, shift, x_row, shown, step * STEP, acc)
         if MORE > 0:
-            acc2 = _add(words, shift, x_row2, shown2, step * STEP, acc2, RUN)
+            acc2 = _add(words, shift, x_row2, shown2, step * STEP, acc2)
     acc, acc2 = acc * from_e8m0(first), acc2 * from_e8m0(first)
     if tl.max(tl.max(furthest, axis=1), axis=0) > SPAN:
         acc, acc2 = tl.zeros_like(acc), tl.zeros_like(acc2)
@@ -253,9 +249,9 @@ def _by_folding(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K: tl.con
                 one = tl.where(group == g, words, 0)
                 even = tl.zeros_like(one) + SPAN // 2
                 scale = from_e8m0(tl.load(s_row + (step * (STEP // 32) + g)))
-                acc += scale * _add(one, even, x_row, shown, step * STEP, tl.zeros_like(acc), RUN)
+                acc += scale * _add(one, even, x_row, shown, step * STEP, tl.zeros_like(acc))
                 if MORE > 0:
-                    acc2 += scale * _add(one, even, x_row2, shown2, step * STEP, tl.zeros_like(acc2), RUN)
+                    acc2 += scale * _add(one, even, x_row2, shown2, step * STEP, tl.zeros_like(acc2))
     return acc, acc2
 
 
@@ -286,7 +282,7 @@ def _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, 
              WIDTH: tl.constexpr, MORE: tl.constexpr, K: tl.constexpr, J: tl.constexpr,
              CODES: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, UP: tl.constexpr,
              LIMITED: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr,
-             WINDOWS: tl.constexpr, RUN: tl.constexpr):
+             WINDOWS: tl.constexpr):
     """A tile of one expert's weight rows times its tokens at rows begin .. end: WIDTH of them, and MORE."""
     WIDE: tl.constexpr = (K + STEP - 1) // STEP * STEP
     ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
@@ -307,7 +303,7 @@ def _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, 
         acc, acc2 = _by_numbers(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K, CODES, SCALE_K,
                                 STEP, MORE)
     else:
-        acc, acc2 = _by_folding(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K, STEP, MORE, RUN)
+        acc, acc2 = _by_folding(w_row, s_row, x_row, shown, x_row2, shown2, acc, acc2, K, STEP, MORE)
         acc = _joined(acc, WINDOWS) * tl.load(xs_ptr + token, mask=inside, other=0.0)[None, :]
         if MORE > 0:
             acc2 = _joined(acc2, WINDOWS) * tl.load(xs_ptr + token2, mask=inside2, other=0.0)[None, :]
@@ -321,7 +317,7 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
                     K: tl.constexpr, J: tl.constexpr, CODES: tl.constexpr, SCALE_N: tl.constexpr,
                     SCALE_K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
                     STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MORE: tl.constexpr,
-                    NARROW: tl.constexpr, WINDOWS: tl.constexpr, RUN: tl.constexpr):
+                    NARROW: tl.constexpr, WINDOWS: tl.constexpr):
     """One program: BLOCK_M weight rows and up to BLOCK_N + MORE tokens; few take a narrower operand.
 
     Up: half the rows are m of gate, half N + m of up; activated; tokens by `order`.  Down: rows m, plain.
@@ -331,8 +327,7 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
         begin = tl.program_id(1)
         expert = tl.load(tile_ptr + begin).to(tl.int64)
         _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, begin + 1, N,
-                 limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M, WINDOWS,
-                 RUN)
+                 limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M, WINDOWS)
     else:
         tile_ptr += 3 * tl.program_id(1)
         expert = tl.load(tile_ptr).to(tl.int64)
@@ -341,16 +336,16 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
             if end - begin <= NARROW:
                 _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
                          limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M,
-                         WINDOWS, RUN)
+                         WINDOWS)
             elif end - begin <= BLOCK_N:
                 if BLOCK_N > NARROW:
                     _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
                              limit, BLOCK_N, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP,
-                             BLOCK_M, WINDOWS, RUN)
+                             BLOCK_M, WINDOWS)
             elif MORE > 0:
                 _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
                          limit, BLOCK_N, MORE, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP,
-                         BLOCK_M, WINDOWS, RUN)
+                         BLOCK_M, WINDOWS)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -391,7 +386,7 @@ def _configuration(part: str, rows: int, each: int, weight: Experts, features: i
     """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow."""
     name, table, codes = f"moe.experts/{part}", CONFIGS, _layout(weight)[0]
     if numerics.token:
-        name, table = f"{name}_token", TOKEN[part]
+        name, table = f"{name}_token", TOKEN
     elif codes == 8 and group <= 64 and not numerics.steady and not refuse(weight.weight, sm=90):
         table = MXFP4[part]
     config = up_to(table, 16 if numerics.steady else each)
@@ -418,8 +413,7 @@ def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, i
         x, xs, words, scale, tile, order, share, y, N, weight.experts, limit, weight.in_features, J, codes,
         scale_n, scale_k, up is not None, limit > 0, group, config["step"], config["features"],
         config["tokens"], config["more"], min(NARROW, config["tokens"]), WINDOWS[config["way"]],
-        config["run"], num_warps=config["num_warps"], num_stages=config["num_stages"],
-        maxnreg=config["maxnreg"])
+        num_warps=config["num_warps"], num_stages=config["num_stages"], maxnreg=config["maxnreg"])
     return y
 
 
