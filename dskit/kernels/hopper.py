@@ -10,7 +10,7 @@ Idea
 
     Between two stand barriers, full and empty.  A program keeps its processor and takes one item after the
     other, a row or a part of its tiles, so that the next row's tiles come while the last one is stored.  Its
-    rows are sent for when it begins, its queries and indices one item ahead.
+    queries and indices are sent for one item ahead.
 
     Channels stand as in mla.py, firsts of pairs apart from seconds, half of the pairs in one buffer
     [firsts | seconds] and half in another: a thread of an adding group holds both numbers of a pair and can
@@ -109,15 +109,16 @@ def _span(index, count, begin, end):
 @gluon.jit
 def _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE: gl.constexpr,
            CHOSEN_WIDE: gl.constexpr):
-    """An item's row, the spans of its `per` tiles, the window's and then the entries', and both lists."""
+    """An item's row, and the spans of its `per` tiles: the window's, then the entries'."""
     token, begin = (item // splits).to(gl.int64), item % splits * per
     read = _list(read_ptr + token * W, W, READ_WIDE)
-    chosen = read if chosen_ptr is None else _list(chosen_ptr + token * K, K, CHOSEN_WIDE)
+    if chosen_ptr is not None:  # both are on their way before one is looked at
+        chosen = _list(chosen_ptr + token * K, K, CHOSEN_WIDE)
     window, entry = _span(read, W, begin, begin + per), (0, 0, 0)
     if chosen_ptr is not None:
         begin -= gl.cdiv(W, 64)
         entry = _span(chosen, K, gl.maximum(begin, 0), begin + per)
-    return token, window, entry, read, chosen
+    return token, window, entry
 
 
 # ---- bring -------------------------------------------------------------------------------------------------
@@ -212,29 +213,11 @@ def _bring_tiles(n, k_smem, bias_smem, k_full, k_empty, code_ptr, byte_ptr, inde
 
 
 @gluon.jit
-def _prefetch(ptr):
-    """Have lines of 128 bytes in the L2."""
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(gl.int64)],
-                              dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _prefetch_rows(byte_ptr, index, NBYTES: gl.constexpr):
-    for line in gl.static_range((NBYTES + 127) // 128):
-        _prefetch(byte_ptr + gl.maximum(index, 0).to(gl.int64) * NBYTES + 128 * line)
-
-
-@gluon.jit
 def _bring(k_smem, bias_smem, k_full, k_empty, window_code_ptr, window_ptr, entry_ptr, read_ptr, chosen_ptr,
            items, W, K, splits, per, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr):
     n = 0  # tiles so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, window, entry, read, chosen = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE,
-                                                    CHOSEN_WIDE)
-        if splits == 1:
-            _prefetch_rows(window_ptr, read, 528)
-            if chosen_ptr is not None:
-                _prefetch_rows(entry_ptr, chosen, 288)
+        token, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
         n = _bring_tiles(n, k_smem, bias_smem, k_full, k_empty, window_code_ptr, window_ptr,
                          read_ptr + token * W, window, W, False)
         if chosen_ptr is not None:
@@ -268,6 +251,13 @@ def _queries(q_ptr, turn_ptr, q_smem, q_full, token, TURNS: gl.constexpr, SIDE: 
 
 
 @gluon.jit
+def _prefetch(ptr):
+    """Have lines of 128 bytes in the L2."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptr.to(gl.int64)],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _expect(q_ptr, read_ptr, chosen_ptr, token, W, K, READ_WIDE: gl.constexpr, CHOSEN_WIDE: gl.constexpr):
     """Prefetch the queries and indices of a row: 32 words and 16 indices are a line."""
     _prefetch(q_ptr + token * (64 * 256) + 32 * gl.arange(0, 512, LINE))
@@ -284,8 +274,7 @@ def _weigh(q_smem, k_smem, bias_smem, p_smem, fade_smem, share_smem, q_full, k_f
     head = gl.arange(0, 64, HEAD)
     n, done = 0, 0  # tiles and items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, window, entry, _, _ = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE,
-                                            CHOSEN_WIDE)
+        _, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
         following = gl.minimum(item + gl.num_programs(0), items - 1) // splits
         _expect(q_ptr, read_ptr, chosen_ptr, following.to(gl.int64), W, K, READ_WIDE, CHOSEN_WIDE)
         mbarrier.wait(q_full, done & 1)
@@ -331,8 +320,7 @@ def _add_up(q_smem, k_smem, p_smem, fade_smem, share_smem, q_full, k_empty, p_fu
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token = (item // splits).to(gl.int64)
         _queries(q_ptr, turn_ptr, q_smem, q_full, token, TURNS, SIDE)  # the last row's were all multiplied
-        _, window, entry, _, _ = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE,
-                                        CHOSEN_WIDE)
+        _, window, entry = _spans(item, read_ptr, chosen_ptr, W, K, splits, per, READ_WIDE, CHOSEN_WIDE)
         o = gl.full([64, 256], 0.0, gl.float32, SUMS)
         for _ in range(window[1] + entry[1]):
             stage = n % 2
