@@ -483,8 +483,10 @@ class Graphs:
         """
         runner = self.runner
         if size.kind != "decode":
-            rounds = work if len(work) else torch.zeros(3, 0, dtype=torch.int64, device=runner.device)
-            return F.pad(rounds, (0, size.rows - rounds.shape[1]))
+            rounds_3B = torch.zeros(3, size.rows, dtype=torch.int64, device=runner.device)
+            if len(work):
+                rounds_3B[:, : work.shape[1]] = work
+            return rounds_3B
         fillers = [runner.placeholder()] * (size.rows - sum(w.stop - w.start for w in work))
         step = runner.lay_out([*work, *fillers])
         if step.tail is not None or step.windows[0].history is not None:
