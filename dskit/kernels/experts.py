@@ -94,7 +94,7 @@ MXFP4 = {"up": {4: FEW, 24: _config("numbers", 16, 64, 256, 4, 4),
 TOKEN = {24: SOME, 1 << 62: MANY}
 WINDOWS = {"numbers": 1, "codes": 1, "windows": 2}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*MXFP4["up"].values(), *MXFP4["down"].values(), _config("numbers", 8, 64, 256, 4, 4))
+TRIED = (*MXFP4["up"].values(), *TOKEN.values(), _config("numbers", 8, 64, 256, 4, 4))
 TRIED_TOKEN = (*TOKEN.values(), _config("codes", 16, 64, 256, 4, 3, registers=128),
                _config("codes", 64, 128, 256, 8, 3, more=16))
 CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
