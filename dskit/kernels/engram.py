@@ -104,34 +104,34 @@ def hash_rows(gram_TQ: Tensor, multiplier_Q: Tensor, prime_SC: Tensor, offset_SC
 # ---- gather ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _gather_kernel(code_ptr, scale_ptr, row_ptr, out_ptr, R, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _restore(code_ptr, scale_ptr, held, out_ptr, group, inside):
+    """Write groups of codes as numbers; held: the place of each in its table."""
     i = tl.arange(0, 32)[None, :]
-    inside = group < R * PER_ROW
-    row = tl.load(row_ptr + group // PER_ROW, mask=inside, other=0)
-    held = row * PER_ROW + group % PER_ROW  # this group's place in the table
-    code = tl.load(code_ptr + held[:, None] * 32 + i, mask=inside[:, None], other=0)
+    code = tl.load((code_ptr + held * 32)[:, None] + i, mask=inside[:, None], other=0)
     scale = from_e8m0(tl.load(scale_ptr + held, mask=inside, other=127))
     value = from_e4m3(code) * scale[:, None]
     tl.store(out_ptr + group[:, None] * 32 + i, narrow(value, out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
+def _gather_kernel(code_ptr, scale_ptr, row_ptr, out_ptr, R, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < R * PER_ROW
+    row = tl.load(row_ptr + group // PER_ROW, mask=inside, other=0)
+    _restore(code_ptr, scale_ptr, row * PER_ROW + group % PER_ROW, out_ptr, group, inside)
+
+
+@triton.jit
 def _gather_runs_kernel(code_ptrs, scale_ptrs, row_ptr, out_ptr, R, per, RUNS: tl.constexpr,
                         PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    i = tl.arange(0, 32)[None, :]
     inside = group < R * PER_ROW
     row = tl.load(row_ptr + group // PER_ROW, mask=inside, other=0)
     code_ptr, scale_ptr = code_ptrs[0] + 0 * row, scale_ptrs[0] + 0 * row  # of the run that has the row
     for k in tl.static_range(1, RUNS):
         code_ptr = tl.where(row >= k * per, code_ptrs[k], code_ptr)
         scale_ptr = tl.where(row >= k * per, scale_ptrs[k], scale_ptr)
-    held = row % per * PER_ROW + group % PER_ROW
-    code = tl.load((code_ptr + held * 32)[:, None] + i, mask=inside[:, None], other=0)
-    scale = from_e8m0(tl.load(scale_ptr + held, mask=inside, other=127))
-    value = from_e4m3(code) * scale[:, None]
-    tl.store(out_ptr + group[:, None] * 32 + i, narrow(value, out_ptr.dtype.element_ty), mask=inside[:, None])
+    _restore(code_ptr, scale_ptr, row % per * PER_ROW + group % PER_ROW, out_ptr, group, inside)
 
 
 def _cannot_gather(weight: Tensor, scale: Tensor | None, row_TC: Tensor, dtype: torch.dtype) -> str | None:
