@@ -567,7 +567,7 @@ def take_seat(parallel: Parallel, settings: dict[str, Any]) -> Seat:
         command = [sys.executable, "-c", "from dskit.engine.ranks import begin; begin()"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         process.stdin.write(pickle.dumps((sys.path, rank, store.port, parallel, settings)))
-        process.stdin.close()
+        process.stdin.flush()  # and left open, for as long as this process lives
         seat.started.append(process)
     return seat
 
@@ -579,6 +579,7 @@ def begin() -> None:
 
     sys.path[:], rank, port, parallel, settings = pickle.load(sys.stdin.buffer)
     logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING)
+    threading.Thread(target=_end_with_rank_0, name="dskit-parent", daemon=True).start()
     store = dist.TCPStore("127.0.0.1", port, parallel.dp, is_master=False)
     store.set(f"here/{rank}", "")
     _given = Seat(rank, rank, settings["device"], store)
@@ -588,6 +589,13 @@ def begin() -> None:
         for link in _given.links.values():
             link.send("failed", f"{type(error).__name__}: {error}")
         raise
+
+
+def _end_with_rank_0() -> None:
+    """End this process when rank 0's is gone, even while the main thread waits for a GPU."""
+    sys.stdin.buffer.read(1)  # nothing comes but the end
+    logging.shutdown()
+    os._exit(1)
 
 
 def join(seat: Seat, parallel: Parallel) -> Group:

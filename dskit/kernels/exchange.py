@@ -9,8 +9,8 @@ Idea
         dispatch   x -> FP8 codes and scales, or x as it is -> peers | flags | codes -> x
         combine    answers -> the ranks that asked, where moe.combine finds them | flags
 
-    What is run for itself alone, as a graph is captured, touches no peer; and a graph, which has more rows
-    than there are, reads how many are live.
+    What is run for itself alone, as a graph is captured, touches no peer, and takes what their rows left here
+    for none; and a graph, which has more rows than there are, reads how many are live.
 
     More programs than find room at once do no harm: they start in order on every rank, so that those which
     wait find their peers at work.  A flag counts turns, which every rank takes in the same order;
@@ -178,18 +178,21 @@ def _send(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, rows_at, slots_at,
 
 
 @triton.jit
-def _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, RANK: tl.constexpr, SIZE: tl.constexpr,
-             D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-             TILES: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The same part of the same row of every peer, from its codes."""
+def _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, size, RANK: tl.constexpr,
+             SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+             TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The slots of the same row of every rank, and the same part of it, of peers from its codes."""
     t = _row_of(item, D, TILE, TILES)
     j = tl.arange(0, BLOCK_J)
     widths = ()
     for k in tl.static_range(SIZE):
-        slot = tl.load(slot_ptr + (k * rows + t) * J + j, mask=j < J, other=-1)
+        at = (k * rows + t) * J + j
+        reach = J if k == RANK else tl.where(size > 0, J, 0)
+        slot = tl.load(came_ptr + at, mask=j < reach, other=-1)
+        tl.store(slot_ptr + at, slot, mask=j < J)
         widths += (tl.where(tl.max(slot, axis=0) >= 0, D, 0),)
     for k in tl.static_range(SIZE):
-        if k != RANK:
+        if KIND is not None and k != RANK:
             row, codes, bytes_ = k * rows + t, (), ()
             there = codes_ptr + row * stride_row
             for i in tl.static_range(TILES):
@@ -204,13 +207,13 @@ def _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, RANK: tl.cons
 
 
 @triton.jit
-def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_ptr, codes_ptr, slot_ptr,
-                     seen_ptr, flags_at, rows_at, slots_at, weights_at, T, rows, slots, stride_x, stride_row,
-                     live_ptr, alone_ptr, turns, each, RANK: tl.constexpr, SIZE: tl.constexpr,
+def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_ptr, codes_ptr, came_ptr,
+                     slot_ptr, seen_ptr, flags_at, rows_at, slots_at, weights_at, T, rows, slots, stride_x,
+                     stride_row, live_ptr, alone_ptr, turns, each, RANK: tl.constexpr, SIZE: tl.constexpr,
                      D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
                      TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr,
                      PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
-    """In turns of `each` items: what came in the last one is restored while the next one travels."""
+    """In turns of `each` items: what came in the last one is taken in while the next one travels."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     items = rows * ((D + TILE * TILES - 1) // (TILE * TILES))
     seen = tl.load(seen_ptr + program)
@@ -228,10 +231,9 @@ def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_p
         first -= each * programs
         if RECEIVE and turn > 0:
             _await(flags_ptr, seen + turn, size, RANK, FLAGS, PEERS)
-            if KIND is not None:
-                for item in range(first, tl.minimum(first + each * programs, items), programs):
-                    _restore(codes_ptr, slot_ptr, out_ptr, item, rows, stride_row, RANK, SIZE, D, J, KIND,
-                             GROUP, TILE, TILES, BLOCK_J)
+            for item in range(first, tl.minimum(first + each * programs, items), programs):
+                _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, size, RANK, SIZE, D,
+                         J, KIND, GROUP, TILE, TILES, BLOCK_J)
     if RECEIVE:
         tl.store(seen_ptr + program, tl.where(size > 0, seen + turns, seen))
 
@@ -272,7 +274,7 @@ def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: 
             f"{tuple(weight_TJ.shape)}, and there are {T} rows")
     kind, group = layout(fmt) if fmt else (None, 32)
     x, asked, weight = rows_of(x_TD), slot_TJ.contiguous(), weight_TJ.contiguous()
-    slot_RJ = window.part("slots", torch.int64, size * rows, J)
+    slot_RJ = asked.new_empty(size * rows, J)
     if kind:
         out = torch.empty(size * rows, D, dtype=x.dtype, device=x.device)
     else:
@@ -290,11 +292,11 @@ def _there(out: Tensor, trip: Trip, x: Tensor, weight: Tensor, fmt: tuple[str | 
     how, at = _how("exchange.dispatch", peers, trip.rows, trip.rows, D, group), window.at
     _dispatch_kernel[(how["programs"],)](
         x, trip.asked_TJ, weight, out, window.address_K, window.part("flags", torch.int64, 1),
-        window.own[at["rows"]:], trip.slot_RJ, window.seen[0], at["flags"], at["rows"], at["slots"],
-        at["weights"], T, trip.rows, trip.slots, x.stride(0), D + cdiv(D, group), peers.live, window.alone,
-        cdiv(how["items"], how["programs"] * how["turn"]), how["turn"], peers.rank, peers.size, D, J, kind,
-        group, how["tile"], how["tiles"], pow2(J), window.seen.shape[1], max(2, pow2(peers.size)), send,
-        receive, num_warps=how["num_warps"])
+        window.own[at["rows"]:], window.part("slots", torch.int64, 1), trip.slot_RJ, window.seen[0],
+        at["flags"], at["rows"], at["slots"], at["weights"], T, trip.rows, trip.slots, x.stride(0),
+        D + cdiv(D, group), peers.live, window.alone, cdiv(how["items"], how["programs"] * how["turn"]),
+        how["turn"], peers.rank, peers.size, D, J, kind, group, how["tile"], how["tiles"], pow2(J),
+        window.seen.shape[1], max(2, pow2(peers.size)), send, receive, num_warps=how["num_warps"])
 
 
 # ---- back --------------------------------------------------------------------------------------------------

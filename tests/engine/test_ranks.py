@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dskit import LLM, SamplingParams, checkpoint
-from dskit.engine.dist import DECODE, IDLE, PREFILL, GroupError, Row
-from dskit.engine.ranks import RankEngine
+from dskit.engine.dist import DECODE, IDLE, PREFILL, GroupError, Parallel, Row
+from dskit.engine.ranks import RankEngine, take_seat
 from dskit.engine.seq import RequestError
 
 TIMEOUT = 10.0
@@ -254,6 +254,17 @@ def test_any_number_of_ranks_says_what_one_says(ranks, case):
 def test_two_groups_of_experts_in_four_ranks():
     with LLM("tiny", dp=4, ep=2, distributed_timeout=TIMEOUT, **SETTINGS, **CASES["release"]) as llm:
         assert answers(llm, 1, 20) == alone("release", 1, 20)
+
+
+@pytest.mark.slow
+def test_a_rank_ends_with_rank_0_while_it_still_loads():
+    seat = take_seat(Parallel(2, 2), {"model": "tiny", **SETTINGS})  # which never joins the other one
+    [started] = seat.started
+    while not seat.store.check(["here/1"]):
+        assert started.poll() is None
+        time.sleep(0.05)
+    started.stdin.close()  # as the end of this process does
+    assert started.wait(20) == 1
 
 
 @pytest.mark.slow

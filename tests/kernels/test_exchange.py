@@ -121,10 +121,13 @@ def test_what_arrives_is_what_travels_by_torch(counts, width, choices, kind, fmt
 def test_nobody_else_takes_part_in_what_is_captured():
     mine, other = windows(2, 64, 1, torch.bfloat16, False)
     x, slot, weight = drawn([2, 2], 64, 1, "any", torch.bfloat16)
+    mine.window.part("slots", torch.int64, 4, 1)[2:] = 99  # of another layer with more slots
+    mine.window.live.fill_(2)
     seen = other.window.own.clone(), mine.window.seen.clone()
     with mine.captured():
         rows, _, trip = kernels.dispatch(x[0], slot[0], weight[0], SLOTS, "fp8_32", mine, 2)
         kernels.combine(rows, trip, False, mine)
+    assert torch.equal(trip.slot_RJ, torch.cat((slot[0].where(slot[0] < SLOTS, -1), torch.full((2, 1), -1))))
     assert torch.equal(other.window.own, seen[0]) and torch.equal(mine.window.seen, seen[1])
     assert not mine.window.alone and mine.live is None
 
