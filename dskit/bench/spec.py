@@ -4,8 +4,8 @@ Idea: held-out prompts of every skill (only definitions are of words that were t
 natural stops. With every guess verified, the rounds say how many held; tau counts the model's own token too.
 Confidences are calibrated on other prompts and judged on these. Then the same prompts are answered 1, 8 and
 32 at a time: without a draft, with every guess verified, and with those that their confidence and the
-measured cost of a row are for. These ways take turns, so that a busy machine slows all of them, and a turn
-in which CUDA graphs were captured is taken again.
+measured cost of a row are for. These ways take turns at each batch, so that a busy machine slows all of them,
+and a run in which CUDA graphs were captured is taken again.
 
 Units: tokens per round; tokens per second of all requests' decode steps; milliseconds.
 `speedup`: scheduled over none. `block_step`: the model's step of one request's G + 1 rows over one of 1 row.
@@ -19,9 +19,10 @@ Source: dspark.md 9.2, 9.3.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import pairwise
+from operator import itemgetter
 from random import Random
 from statistics import mean, median
 from typing import Any
@@ -46,7 +47,7 @@ from dskit.evaluate import MAX_TOKENS, items
 from dskit.train.skills import SKILLS
 
 INTERVAL = ("from the end of one step to the end of the next, in the calling process, without those of "
-            "prompts; the ways take turns, each was warmed up before")
+            "prompts; the ways take turns at each batch, whose median turn counts; each was warmed up before")
 ROWS = (1, 2, 3, 4, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 192)
 REQUESTS = (1, 2, 4, 8, 16, 32)
 REPLAYS = 5  # of each count of rows, behind one that warms up
@@ -202,27 +203,41 @@ def step_cost(llm: LLM) -> StepCost:
 def throughput(ways: dict[str, Way], args: Any, count: int) -> dict[str, float]:
     """Tokens per second of decode steps with `count` requests at a time, by the way of drafting.
 
-    The ways take turns; prompts of all skills, the first tokens left out. Later turns find most of a prompt
-    in the cache, which makes them shorter and no decode step faster.
+    Prompts of all skills, the first tokens left out. One way answers a batch right behind the other, and of
+    several turns the median counts for each batch. Later turns find most of a prompt in the cache, which
+    makes them shorter and no decode step faster.
     """
     total = -(-2 * len(SKILLS) // count) * count
     work = [one[1:] for one in _work(ways["none"][0], args, -(-total // len(SKILLS)), 0)][:total]
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(1 + args.repeats):
-        for way, (llm, settings) in ways.items():
-            llm.engine.scheduler.cfg = replace(llm.engine.cfg, **settings)
-            part = work if turn else work[:2]  # the first turn warms up
-            rates[way].append(_settled_rate(llm, part, count))
-    return {way: median(each[1:]) for way, each in rates.items()}
+    batches = [work[at : at + count] for at in range(0, total, count)]
+    rates = {}
+    for way in ways:
+        _answer(ways[way], work[:2])  # warms up
+    runs = [{way: [] for way in ways} for _ in batches]
+    for turn in range(args.repeats):
+        for batch, found in zip(batches, runs, strict=True):
+            for way in reversed(ways) if turn % 2 else ways:
+                found[way].append(_answer(ways[way], batch))
+    for way in ways:
+        tokens, seconds = map(sum, zip(*(_middle(found[way]) for found in runs), strict=True))
+        rates[way] = tokens / seconds
+    return rates
 
 
-def _settled_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: int) -> float:
-    """The decode rate of a run in which no graph had to be captured."""
+def _middle(runs: list[tuple[int, float]]) -> tuple[int, float]:
+    """The one whose seconds are the median."""
+    return sorted(runs, key=itemgetter(1))[len(runs) // 2]
+
+
+def _answer(way: Way, batch: list[tuple[list[int], SamplingParams]]) -> tuple[int, float]:
+    """Tokens of a way's decode steps, and their seconds, in a run in which no graph had to be captured."""
+    llm, settings = way
+    llm.engine.scheduler.cfg = replace(llm.engine.cfg, **settings)
     while True:
-        before = _captured(llm)
-        rate = _decode_rate(llm, work, count)
+        before, steps = _captured(llm), llm.engine.steps
+        llm.generate(*map(list, zip(*batch, strict=True)))
         if _captured(llm) == before:
-            return rate
+            return _decoded(llm.engine.trace()[steps - llm.engine.steps :])
 
 
 def _captured(llm: LLM) -> int:
@@ -230,20 +245,11 @@ def _captured(llm: LLM) -> int:
     return llm.stats().get("graph_capture_ms", 0)
 
 
-def _decodes(trace: Iterable[StepRecord]) -> Iterator[tuple[StepRecord, float]]:
-    """Decode steps, and the seconds from the end of the step before to theirs."""
-    return ((step, step.ended_s - last.ended_s) for last, step in pairwise(trace) if step.kind == "decode")
-
-
-def _decode_rate(llm: LLM, work: list[tuple[list[int], SamplingParams]], count: int) -> float:
-    """Tokens per second of the decode steps that answer these prompts, `count` at a time."""
-    tokens, seconds = 0, 0.0
-    for at in range(0, len(work), count):
-        steps = llm.engine.steps
-        llm.generate(*map(list, zip(*work[at : at + count], strict=True)))
-        for step, took in _decodes(llm.engine.trace()[steps - llm.engine.steps :]):
-            tokens, seconds = tokens + step.tokens, seconds + took
-    return tokens / seconds
+def _decoded(trace: Iterable[StepRecord]) -> tuple[int, float]:
+    """Tokens of decode steps, and the seconds from the end of the step before to theirs."""
+    steps = [(step.tokens, step.ended_s - last.ended_s) for last, step in pairwise(trace)
+             if step.kind == "decode"]
+    return sum(tokens for tokens, _ in steps), sum(seconds for _, seconds in steps)
 
 
 def show(report: dict[str, Any]) -> None:

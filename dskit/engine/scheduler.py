@@ -38,6 +38,8 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from dskit.engine.config import EngineConfig
 from dskit.engine.pools import LEAST_BACKTRACK as SLACK
 from dskit.engine.pools import Blocks, Slots
@@ -53,13 +55,12 @@ from dskit.engine.seq import (
     StepResult,
     TokenEvent,
 )
-from dskit.engine.spec import allocate, capacity, pays, survivals
+from dskit.engine.spec import Outlook, allocate, capacity, chances, pays
 from dskit.engine.tree import Node, PrefixTree
 
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 LONGEST_GUESS = 4096  # tokens: nobody is assumed to produce more than this from here on
 PROBE = 32  # steps without a draft until it is tried again
-PRIOR = 4  # guesses of a request after which what came of them counts as much as their confidence
 USAGE_LIMIT = 0.9  # share of the blocks in use above which no new prompt is started
 
 
@@ -74,6 +75,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.ratio = FIRST_RATIO  # share of max_tokens that running sequences are expected to use
         self.decodes = 0  # decode steps since the last prefill step
+        self.outlook = Outlook()
+        self.judged: list[tuple[Sequence, int, int]] = []  # rounds since the last look: judged, held
         self.silent = 0  # decode steps since a draft was worth its time
         self.preemptions = 0
         self.rounds: deque[RoundRecord] = deque(maxlen=1 << 16)  # the newest ones
@@ -317,13 +320,14 @@ class Scheduler:
         rows = [chunk for chunk in rows if chunk.seq.status is Status.RUNNING] if short else rows
         if self.cfg.drafts:
             self._let_drafts_in(rows)
+            rows.sort(key=lambda chunk: len(chunk.drafts))  # equally many rows are attended to at once
         return rows
 
     def _let_drafts_in(self, rows: list[Chunk]) -> None:
         """Give chunks the drafts that are worth a row, as far as limits and free blocks allow."""
         proposals = [chunk.seq.proposal for chunk in rows]
         lengths = [len(p.tokens) if p else 0 for p in proposals]
-        if self.cfg.speculate == "scheduled" and self.cfg.step_cost:
+        if rows and self.cfg.speculate == "scheduled" and self.cfg.step_cost:
             lengths = self._schedule(rows)
         for chunk, proposal, length in zip(rows, proposals, lengths, strict=True):
             if not length:
@@ -342,18 +346,34 @@ class Scheduler:
         While it does not pay to guess, it is tried every PROBE steps.
         """
         cfg, seqs = self.cfg, [chunk.seq for chunk in rows]
-        alive = [survivals(s.proposal.confidence, cfg.draft_temperatures) if s.proposal else [] for s in seqs]
-        live = [_trusted(seq, a) for seq, a in zip(seqs, alive, strict=True)]
-        before = [_trusted(seq, seq.hopes or [1.0] * len(a)) for seq, a in zip(seqs, alive, strict=True)]
-        seen = live  # coupled texts do not depend on lengths
-        if cfg.accept != "coupled":
-            seen = [b if a else [] for a, b in zip(alive, before, strict=True)]
+        self._learn()
+        told = [seq.proposal.confidence if seq.proposal else () for seq in seqs]
+        G = max(map(len, told))
+        likely = chances([own or [-math.inf] * G for own in told], cfg.draft_temperatures,
+                         [self.outlook.bias + seq.bias for seq in seqs])
+        for seq, own, row in zip(seqs, told, likely, strict=True):
+            seq.chances = row if own else None
+        live, hoped = likely.cumprod(1), self.outlook.expect([seq.hopes for seq in seqs], G)
+        seen = live
+        if cfg.accept != "coupled":  # coupled texts do not depend on lengths
+            seen = hoped[:, :G] * np.array([[bool(own)] for own in told])
         lengths = allocate(live, capacity(seen, cfg.step_cost))
-        worth = pays([a or b for a, b in zip(live, before, strict=True)], cfg.step_cost)
+        worth = pays(hoped, cfg.step_cost)
         self.silent = 0 if worth or self.silent >= PROBE else self.silent + 1
-        for chunk, a in zip(rows, alive, strict=True):
-            chunk.guess, chunk.seq.hopes = not self.silent, a or chunk.seq.hopes
+        for chunk in rows:
+            chunk.guess = not self.silent
         return lengths
+
+    def _learn(self) -> None:
+        """Tell the outlook, and its requests, what became of the guesses since the last look."""
+        if not self.judged:
+            return
+        seqs, judged, held = zip(*self.judged, strict=True)
+        self.judged.clear()
+        found, bias = self.outlook.learn(np.stack([seq.chances for seq in seqs]), np.array(judged),
+                                         np.array(held))
+        for seq, own, more in zip(seqs, found, bias.tolist(), strict=True):
+            seq.hopes, seq.bias = own, seq.bias + more
 
     def _grow(self, seq: Sequence) -> bool:
         """Give the sequence one more block; False when none is free."""
@@ -411,12 +431,14 @@ class Scheduler:
             events.append(self._append(seq, sampled, now))
             if seq.status is not Status.RUNNING:
                 break
+        judged = held = 0
         if chunk.drafts:
             judged = len(chunk.drafts) if len(events) == len(round.sampled) else len(events)
             held = min(len(events), len(round.sampled) - 1)
             seq.rounds, seq.drafted, seq.accepted = seq.rounds + 1, seq.drafted + judged, seq.accepted + held
-            seq.hoped += sum(seq.hopes[:judged])
             self.rounds.append(RoundRecord(seq.request_id, seq.proposal.confidence, judged, held))
+        if seq.chances is not None:
+            self.judged.append((seq, judged, held))
         seq.proposal = round.proposal
         if chunk.origin is not None and seq.status is Status.RUNNING:
             self._copy_origin(chunk)
@@ -522,9 +544,3 @@ class Scheduler:
 def _output_length(seq: Sequence) -> tuple[int, int]:
     """Order of preemption: longest output first, the youngest among equals."""
     return seq.generated, seq.seq_id
-
-
-def _trusted(seq: Sequence, alive: list[float]) -> list[float]:
-    """Survivals of a request's guesses, as far as those before them kept what their confidence promised."""
-    trust = min(1.0, (seq.accepted + PRIOR) / (seq.hoped + PRIOR))
-    return [trust * a for a in alive]

@@ -1,22 +1,29 @@
 """How many drafted tokens each request has verified, and whether drafting pays: survival, cost, schedule.
 
 Idea: a draft comes with confidences, the chance that each guess is accepted if those before it were. Their
-running product is the chance that the token survives. Verifying one more row pays when the tokens that it is
-expected to add outweigh the longer step, and drafting when the best such choice beats a step without a draft:
+running product is the chance that the token survives. All choices are for the most tokens in a millisecond:
 
     Theta(l) = (R + sum of the survivals of all admitted rows) / (T(R + sum l) + Tdraft(R))
 
-A request's rows are admitted from the front, since survivals never rise. What decides must not look at the
-token that it decides on, or the output's law changes: `capacity` looks globally, but only at the round
-before, and `allocate` spends it on the live round, where a row's rank depends on what came before it alone.
-(Where the text does not depend on lengths at all, in coupled acceptance, `capacity` may look at the live
-round.) Costs and confidences are never exact, so a choice that promises little more than verifying every
-guess gives way to that.
+How many rows to verify is about the guesses at hand, whose survivals are known. Whether to guess again is
+about guesses that nobody has seen, so it goes by what they have been worth lately (`Outlook`). To verify all
+of them, and none, are among the choices, so the best is never expected to be slower than either. What became
+of guesses corrects the confidences of those to come. Around its best Theta is flat, which forgives tables and
+confidences that are a little wrong; only what a cut costs by itself, since requests that add unequally many
+rows take longer together, has to be gained first (MARGIN).
 
-Shapes: survivals [R][G], one list per request; lengths l [R] with 0 <= l <= G.
-Units: step times in milliseconds; survivals are probabilities.
+A request's rows are admitted from the front, since survivals never rise. What decides must not look at the
+token that it decides on, or the output's law changes: `capacity` looks globally, but only at rounds that are
+over, and `allocate` spends it on the live round, where a row's rank depends on what came before it alone.
+(Where the text does not depend on lengths at all, in coupled acceptance, `capacity` may look at the live
+round.)
+
+Shapes: survivals [R, G], zeros for a request without a draft; lengths l [R] with 0 <= l <= G.
+Units: step times in milliseconds; survivals are probabilities; a bias is added to the logits of confidences.
+State: an Outlook per scheduler, and what it said of a request in that request.
 Errors: ValueError for confidences that are no numbers, temperatures of another block size, or an empty cost.
-Source: dspark.md 4; DSpark paper, sections 3.2.1, 3.2.2 and 5.2.
+Source: dspark.md 4; DSpark paper, sections 3.2.1, 3.2.2 and 5.2. The bias is that of a logistic regression,
+which takes a damped Newton step every round.
 """
 
 from __future__ import annotations
@@ -28,14 +35,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import platformdirs
+from numpy.typing import ArrayLike
 
 NEGLIGIBLE = 1e-6
-MARGIN = 1.03  # how much more a choice has to promise than verifying every guess
+MARGIN = 1.01  # how much more a choice has to promise than verifying every guess
+LONG = 8  # rounds that are remembered, and requests that know as much
+OPTIMISM = 1 / 4  # as many rounds in which every guess held are thought to have been before the first
+OWN, ALL = 2, 10  # how slowly the bias of a request's confidences, and of everybody's, follow what became
 GRID = tuple(10 ** (-1 + 2 * i / 40) for i in range(41))  # temperatures that calibration tries
 BINS = 15
 CALIBRATION = "dspark_calibration.json"  # beside a checkpoint
@@ -123,29 +133,32 @@ def rising(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(mean for mean, n in runs for _ in range(n))
 
 
-def survivals(confidence_logits: Sequence[float], temperatures: Sequence[float] | None = None) -> list[float]:
-    """Running product of sigmoid(z_k / T_k); raises ValueError for a logit that is no number."""
-    if temperatures is not None and len(temperatures) < len(confidence_logits):
-        raise ValueError(f"{len(temperatures)} temperatures for a block of {len(confidence_logits)}; "
-                         "calibrate with the block size that is served")
-    alive, out = 1.0, []
-    for z, T in zip(confidence_logits, temperatures or repeat(1.0)):  # noqa: B905  there may be more of the latter
-        alive *= 0.5 + 0.5 * math.tanh(0.5 * z / T)  # the sigmoid, without overflow
-        out.append(alive)
-    if math.isnan(alive):
-        k = next(k for k, a in enumerate(out, 1) if math.isnan(a))
+def chances(logits: ArrayLike, temperatures: Sequence[float] | None = None, bias: ArrayLike = 0.0
+            ) -> np.ndarray:
+    """That a guess [..., G] holds if those before it do: sigmoid(z_k / T_k + bias).
+
+    Raises ValueError for a logit that is no number.
+    """
+    z_G = np.asarray(logits, dtype=float)
+    G = z_G.shape[-1]
+    T_G = np.ones(G) if temperatures is None else np.asarray(temperatures)[:G]
+    if len(T_G) < G:
+        raise ValueError(f"{len(T_G)} temperatures for a block of {G}; calibrate with the block size that is "
+                         "served")
+    found = 0.5 + 0.5 * np.tanh(0.5 * (z_G / T_G + np.asarray(bias)[..., None]))  # does not overflow
+    if np.isnan(found).any():
+        k = 1 + np.argwhere(np.isnan(found))[0, -1]
         raise ValueError(f"confidence {k} of a draft is not a number; check the draft's weights")
-    return out
+    return found
+
+
+def survivals(logits: ArrayLike, temperatures: Sequence[float] | None = None) -> np.ndarray:
+    """That a guess [..., G] and all before it hold."""
+    return chances(logits, temperatures).cumprod(-1)
 
 
 def _sigmoid(z: float) -> float:
     return 1 / (1 + math.exp(-z)) if z >= 0 else math.exp(z) / (1 + math.exp(z))
-
-
-def _ranked(live: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
-    """Every (survival, request, k) worth a thought, best first; ties: smaller k, then smaller request."""
-    rows = [(a, i, k) for i, chain in enumerate(live) for k, a in enumerate(chain, 1) if a > NEGLIGIBLE]
-    return sorted(rows, key=lambda row: (-row[0], row[2], row[1]))
 
 
 @lru_cache(maxsize=1024)
@@ -154,35 +167,78 @@ def _times(cost: StepCost, requests: int, drafts: int) -> np.ndarray:
     return np.array([cost(requests + rows, requests) for rows in range(1 + drafts)])
 
 
-def _rates(hopes: Sequence[Sequence[float]], cost: StepCost) -> np.ndarray:
+def _rates(hopes_RG: np.ndarray, cost: StepCost) -> np.ndarray:
     """Tokens per millisecond that these survivals promise, with 0, 1, ... of the likeliest verified."""
-    R, alive = len(hopes), np.sort([a for chain in hopes for a in chain if a > NEGLIGIBLE])[::-1]
-    return np.cumsum(np.concatenate(([R], alive))) / _times(cost, R, sum(map(len, hopes)))[: 1 + len(alive)]
+    R, alive = len(hopes_RG), np.sort(hopes_RG, axis=None)[::-1]
+    alive = alive[: np.count_nonzero(alive > NEGLIGIBLE)]
+    return np.concatenate(([R], R + alive.cumsum())) / _times(cost, R, hopes_RG.size)[: 1 + len(alive)]
 
 
-def capacity(hopes: Sequence[Sequence[float]], cost: StepCost) -> int:
-    """How many drafted rows the coming step should hold, from the survivals of a round that is over."""
-    if not hopes:
-        return 0
-    rates = _rates(hopes, cost)
+def capacity(hopes_RG: np.ndarray, cost: StepCost) -> int:
+    """How many drafted rows the coming step should hold, from the survivals of rounds that are over."""
+    rates = _rates(hopes_RG, cost)
     return len(rates) - 1 if MARGIN * rates[-1] >= rates.max() else int(rates.argmax())
 
 
-def pays(hopes: Sequence[Sequence[float]], cost: StepCost) -> bool:
+def pays(hopes_RG: np.ndarray, cost: StepCost) -> bool:
     """Whether a draft for these requests promises more tokens a second than a step without one."""
-    return bool(hopes) and _rates(hopes, cost).max() > len(hopes) / cost(len(hopes))
+    R = len(hopes_RG)
+    return bool(_rates(hopes_RG, cost).max() > R / cost(R))
 
 
-def allocate(live: Sequence[Sequence[float]], count: int) -> list[int]:
-    """Spend `count` rows on the likeliest survivors: lengths whose sum is at most `count`."""
-    lengths = [len(chain) if chain and chain[-1] > NEGLIGIBLE else sum(a > NEGLIGIBLE for a in chain)
-               for chain in live]
-    if sum(lengths) <= count:
-        return lengths
-    lengths = [0] * len(live)
-    for _, request, k in _ranked(live)[:count]:
-        lengths[request] = k
-    return lengths
+def allocate(live_RG: np.ndarray, count: int) -> list[int]:
+    """Spend `count` rows on the likeliest survivors: lengths whose sum is at most `count`.
+
+    Of equals the smaller k comes first, then the smaller request.
+    """
+    lengths = np.count_nonzero(live_RG > NEGLIGIBLE, axis=1)
+    if lengths.sum() > count:
+        best = np.argsort(-live_RG.T, axis=None, kind="stable")[:count]
+        lengths = np.bincount(best % len(live_RG), minlength=len(live_RG))
+    return lengths.tolist()
+
+
+@dataclass
+class Outlook:
+    """What is expected of guesses that are not made yet, from what became of those before.
+
+    hopes [G]: mean survivals of `weight` rounds (None: nothing was guessed yet); bias: what is added to
+    everybody's confidences.
+    """
+
+    hopes: np.ndarray | None = None
+    weight: float = OPTIMISM
+    bias: float = 0.0
+
+    def learn(self, chances_RG: np.ndarray, judged_R: np.ndarray, held_R: np.ndarray
+              ) -> tuple[np.ndarray, np.ndarray]:
+        """Count in what became of guesses; by request, what survived, and the bias that its confidences gain.
+
+        Biases follow how many more held than promised, among those that were judged and stood behind guesses
+        that held. What nobody judged is believed.
+        """
+        held, k = held_R[:, None], np.arange(chances_RG.shape[1])
+        told = k < np.minimum(held + 1, judged_R[:, None])
+        surprise = held_R - (chances_RG * told).sum(1)
+        doubt = (chances_RG * (1 - chances_RG) * told).sum(1)
+        self.bias += surprise.sum() / (ALL + doubt.sum())
+        found = np.where(k < held, 1.0, np.where(told, 0.0, chances_RG)).cumprod(1)
+        hopes = np.ones(len(k)) if self.hopes is None else self.hopes
+        self.hopes = (self.weight * hopes + found.sum(0)) / (self.weight + len(found))
+        self.weight += len(found)
+        return found, surprise / (OWN + doubt)
+
+    def expect(self, last: Sequence[np.ndarray | None], G: int) -> np.ndarray:
+        """Survivals [R, G] of the next guesses, from the last ones of each request (None: it had none yet).
+
+        What many requests say of a round is a guide, what a few say an accident. Rounds fade with every call.
+        """
+        self.weight *= 1 - 1 / LONG
+        if self.hopes is None:
+            return np.ones((len(last), G))
+        share = len(last) / (len(last) + LONG)
+        last_RG = np.array([self.hopes if own is None else own for own in last])
+        return share * last_RG + (1 - share) * self.hopes
 
 
 # ---- calibration -------------------------------------------------------------------------------------------

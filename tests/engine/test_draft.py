@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,7 +184,7 @@ def test_the_schedule_is_never_slower_than_the_better_of_static_and_none(cost, l
 
 
 def test_guessing_stops_where_it_does_not_pay_and_is_tried_again():
-    """A draft that is always wrong is asked once, then after PROBE steps; one that is right every step."""
+    """A draft that is always wrong is asked thrice, then after PROBE steps; one that is right every step."""
     params = SamplingParams(temperature=0, max_tokens=PROBE + 20, ignore_eos=True)
     told = {}
     for right in (0, G):
@@ -194,7 +195,7 @@ def test_guessing_stops_where_it_does_not_pay_and_is_tried_again():
         found = texts([([5, 6], params)], runner=runner, speculate="scheduled", step_cost=cost)[0]
         assert found.token_ids == texts([([5, 6], params)])[0].token_ids
         told[right] = runner.asked, runner.steps
-    assert 2 <= told[0][0] <= 3
+    assert 2 <= told[0][0] <= 4
     assert told[G][0] >= told[G][1] - 2
 
 
@@ -349,8 +350,8 @@ def scheduled(peeks):
     The second guess is likely to hold behind token 1 and hopeless behind another, as a confidence may say.
     """
     def lengths(seq):
-        live = [survivals([1.4, 2.2 if seq.proposal.tokens[0] == 1 else -30.0])]
-        return allocate(live, capacity(live if peeks else [[0.9, 0.85]], COLD))[0]
+        live = survivals([[1.4, 2.2 if seq.proposal.tokens[0] == 1 else -30.0]])
+        return allocate(live, capacity(live if peeks else np.array([[0.9, 0.85]]), COLD))[0]
     return lengths
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from random import Random
 
+import numpy as np
 import pytest
 
 from dskit.engine.spec import (
@@ -30,13 +31,13 @@ def theta(live, lengths, cost):
 
 
 def chains(rng, R, G):
-    return [survivals([rng.gauss(1, 2) for _ in range(G)]) for _ in range(R)]
+    return survivals([[rng.gauss(1, 2) for _ in range(G)] for _ in range(R)])
 
 
 def early_stop(live, cost):
     """The paper's algorithm 1, the oracle: rows in falling survival until one does not pay."""
     kept, best = 0, theta(live, [0] * len(live), cost)
-    for count in range(1, 1 + sum(map(len, live))):
+    for count in range(1, 1 + live.size):
         rate = theta(live, allocate(live, count), cost)
         if rate <= best:
             break
@@ -102,7 +103,7 @@ def test_the_budget_is_spent_and_never_overspent():
 
 
 def test_ties_go_to_the_smaller_k_and_then_to_the_smaller_request():
-    live = [[0.5, 0.5], [0.5, 0.5]]
+    live = np.full((2, 2), 0.5)
     assert [allocate(live, n) for n in range(5)] == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2]]
 
 
@@ -121,9 +122,9 @@ def law(lengths_of):
 
 def test_a_scheduler_that_looks_at_what_it_decides_on_changes_the_law_and_ours_do_not():
     cost = StepCost((1, 2, 3), (1.0, 2.0, 1 / 0.45))
-    live = {"A": [[0.8, 0.8 * 0.9]], "B": [[0.8, 0.0]]}
+    live = {"A": np.array([[0.8, 0.8 * 0.9]]), "B": np.array([[0.8, 0.0]])}
     assert law(lambda d: early_stop(live[d], cost)[0]) == pytest.approx(0.7)
-    lagged = capacity([[0.9, 0.8]], cost)
+    lagged = capacity(np.array([[0.9, 0.8]]), cost)
     assert law(lambda d: allocate(live[d], lagged)[0]) == pytest.approx(0.7)
     peeks = law(lambda d: allocate(live[d], capacity(live[d], cost))[0])
     assert peeks == pytest.approx(0.85)
@@ -163,4 +164,6 @@ def test_what_is_no_number_is_refused():
 
 
 def test_no_requests_no_lengths():
-    assert capacity([], SMOOTH) == 0 and allocate([], 3) == [] and not pays([], SMOOTH)
+    for live in np.zeros((0, 3)), np.zeros((2, 0)):
+        assert capacity(live, SMOOTH) == 0 and allocate(live, 3) == [0] * len(live)
+        assert not pays(live, DRAFTED)
