@@ -493,6 +493,20 @@ def read_words(words: str) -> dict[str, str]:
     return {(p[0].strip() if len(p) == 2 else "*"): p[-1].strip() for p in pairs}
 
 
+def choices() -> list[Rule]:
+    """What has been chosen in this process, for another one to `adopt`."""
+    return list(_rules)
+
+
+def adopt(rules: list[Rule]) -> None:
+    """Choose what another process has chosen."""
+    for rule in rules:
+        _check(rule.target, rule.choice)
+    with _state.turn:
+        _rules[:] = rules
+        _apply(_ops.values())
+
+
 def revision() -> int:
     """A number that grows with every change of a choice: a graph captured under another one is stale."""
     return _state.revision

@@ -52,6 +52,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dskit import ops
 from dskit.engine.dist import DECODE, IDLE, LOADING, PREFILL, STOP, Group, GroupError, Parallel, Watchdog
 from dskit.engine.exchange import ALIKE
 from dskit.engine.grammar import State
@@ -67,6 +68,7 @@ SHARED = ("steps", "eplb_balance", "eplb_draft_balance", "eplb_rebalances", "epl
           "eplb_stall_ms")  # not summed
 EVERY = 2.0  # between two words about loading
 WARM = 8192  # positions of the longest sequence in the steps that compile kernels
+WAYS = "exchange.dispatch", "exchange.combine"
 PAUSE = 0.02  # between two looks of a group that has nothing to do
 NAMES = {DECODE: "decode", PREFILL: "prefill"}
 
@@ -566,7 +568,8 @@ def take_seat(parallel: Parallel, settings: dict[str, Any]) -> Seat:
     for rank in range(1, parallel.dp):
         command = [sys.executable, "-c", "from dskit.engine.ranks import begin; begin()"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        process.stdin.write(pickle.dumps((sys.path, rank, store.port, parallel, settings)))
+        told = sys.path, ops.choices(), rank, store.port, parallel, settings
+        process.stdin.write(pickle.dumps(told))
         process.stdin.flush()  # and left open, for as long as this process lives
         seat.started.append(process)
     return seat
@@ -577,9 +580,10 @@ def begin() -> None:
     global _given
     from dskit.engine.llm import LLM
 
-    sys.path[:], rank, port, parallel, settings = pickle.load(sys.stdin.buffer)
+    sys.path[:], chosen, rank, port, parallel, settings = pickle.load(sys.stdin.buffer)
     logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING)
     threading.Thread(target=_end_with_rank_0, name="dskit-parent", daemon=True).start()
+    ops.adopt(chosen)
     store = dist.TCPStore("127.0.0.1", port, parallel.dp, is_master=False)
     store.set(f"here/{rank}", "")
     _given = Seat(rank, rank, settings["device"], store)
@@ -599,13 +603,21 @@ def _end_with_rank_0() -> None:
 
 
 def join(seat: Seat, parallel: Parallel) -> Group:
-    """Meet the others and connect with rank 0. GroupError when one of them does not come."""
+    """Meet the others and connect with rank 0. GroupError when one of them does not come, or would carry
+    rows in another way, for which both would wait for ever.
+    """
     for rank, process in enumerate(seat.started, start=1):
         while not seat.store.check([f"here/{rank}"]):
             if process.poll() is not None:
                 raise GroupError(f"rank {rank} ended with code {process.returncode} before it was there")
             time.sleep(0.02)
     group = Group(parallel, seat.rank, seat.device, seat.store)
+    ways = [None] * group.size
+    dist.all_gather_object(ways, {name: ops.selection()[name] for name in WAYS}, group=group.control)
+    for rank, way in enumerate(ways):
+        if way != ways[0]:
+            raise GroupError(f"rank {rank} has chosen {way} and rank 0 {ways[0]}; choose the same kernels on "
+                             "all, by --kernels or DSKIT_USE")
     found: list[Any] = [None]
     if seat.rank == 0:
         host = "127.0.0.1" if seat.started else os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dskit import LLM, SamplingParams, checkpoint
+from dskit import LLM, SamplingParams, checkpoint, ops
 from dskit.engine.dist import DECODE, IDLE, PREFILL, GroupError, Parallel, Row
 from dskit.engine.ranks import RankEngine, take_seat
 from dskit.engine.seq import RequestError
@@ -254,6 +254,12 @@ def test_any_number_of_ranks_says_what_one_says(ranks, case):
 def test_two_groups_of_experts_in_four_ranks():
     with LLM("tiny", dp=4, ep=2, distributed_timeout=TIMEOUT, **SETTINGS, **CASES["release"]) as llm:
         assert answers(llm, 1, 20) == alone("release", 1, 20)
+
+
+@pytest.mark.slow
+def test_ranks_choose_the_kernels_that_rank_0_has_chosen():
+    with ops.use(exchange="auto"), opened("exact", 2) as llm:
+        assert answers(llm, 1, 2) == alone("exact", 1, 2)
 
 
 @pytest.mark.slow

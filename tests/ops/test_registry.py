@@ -1,5 +1,6 @@
 """The op registry: choices are strict, scoped and visible; only `auto` may fall back, and it says why."""
 
+import pickle
 import threading
 from contextlib import contextmanager, suppress
 
@@ -124,6 +125,16 @@ def test_authority_pin_over_use_over_flag_over_environment_over_command_over_def
         with ops.pin(module, "", {"fake.inner": "doubled"}):
             assert torch.equal(module(X), 2 * plain) and torch.equal(fake(X), plain)
             assert row("fake.inner", "")["decided_by"] == "pin" and row("fake.inner", "")["calls"] == 1
+
+
+def test_another_process_adopts_what_was_chosen_here(fake):
+    ops.prefer({"fake.outer": "torch"}, "dskit train")
+    ops.choose_by_flag("fake=torch")
+    with ops.use({"fake.inner": "doubled"}, phase="decode"):
+        told, want = pickle.dumps(ops.choices()), {name: o.selected.copy() for name, o in ops._ops.items()}
+    assert {name: o.selected for name, o in ops._ops.items()} != want
+    ops.adopt(pickle.loads(told))
+    assert {name: o.selected for name, o in ops._ops.items()} == want
 
 
 def test_a_phase_has_its_own_choice(fake):
