@@ -284,8 +284,9 @@ def _weigh(q_smem, k_smem, bias_smem, p_smem, fade_smem, share_smem, q_full, k_f
             z = gl.full([64, 64], 0.0, gl.float32, SCORES)
             for side in gl.static_range(2):
                 mbarrier.wait(k_full.index(2 * stage + side), phase)
-                z = warpgroup_mma(q_smem.index(side), k_smem.index(2 * stage + side).permute((1, 0)), z,
-                                  use_acc=side == 1, is_async=True)
+                q = q_smem.index(side + (n >> 30))  # + 0: 32 addresses that never change would fill registers
+                z = warpgroup_mma(q, k_smem.index(2 * stage + side).permute((1, 0)), z, use_acc=side == 1,
+                                  is_async=True)
             bias = bias_smem.index(stage).load(gl.SliceLayout(0, SCORES))
             z = warpgroup_mma_wait(0, deps=(z,)) * scale + bias[None, :]
             new = gl.maximum(top, gl.max(z, 1))
