@@ -597,7 +597,7 @@ def begin() -> None:
 
 def _end_with_rank_0() -> None:
     """End this process when rank 0's is gone, even while the main thread waits for a GPU."""
-    sys.stdin.buffer.read(1)  # nothing comes but the end
+    os.read(sys.stdin.fileno(), 1)  # nothing comes but the end; a buffer would be locked as Python ends
     logging.shutdown()
     os._exit(1)
 
