@@ -145,6 +145,8 @@ class RankEngine(Engine):
                 return
             self.closed, self.failure, handles = True, error, list(self._handles.values())
         logger.error("%s", error)
+        if self.group.peers.window is not None:
+            self.group.peers.window.end()
         for handle in handles:
             handle._seq.finish_reason, handle._seq.error = "error", error
             handle._push(TokenEvent(handle.request_id, None, "", finish_reason="error", error=error))
@@ -312,6 +314,17 @@ class Front(RankEngine):
         self._asked: dict[int, Future] = {}  # by rank: stats on their way
         self._asking = threading.Lock()
 
+    def warm_up(self) -> None:
+        """With an eye on the others: whoever waits for a GPU does not see that they are gone."""
+        done = threading.Event()
+        threading.Thread(target=self._look_after, args=(done,), name="dskit-loading", daemon=True).start()
+        try:
+            super().warm_up()
+        finally:
+            done.set()
+        if self.failure:
+            raise GroupError(self.failure)
+
     def start(self) -> None:
         """Step with the others, and listen to them."""
         if self._thread is None and not self.closed:
@@ -388,6 +401,13 @@ class Front(RankEngine):
             self.links[rank].send(*message)
         except OSError:  # gone: `_listen` sees it too, and ends the group
             logger.info("rank %d takes no messages any more", rank)
+
+    def _look_after(self, done: threading.Event) -> None:
+        """Fail when a process that was started here is gone."""
+        while not done.wait(0.2):
+            for rank, process in enumerate(self._seat.started, start=1):
+                if process.poll() is not None:
+                    return self.fail(self._ended(f"the process of rank {rank} is gone"))
 
     def _listen(self, rank: int, link: Link) -> None:
         """Pass on what a rank says."""

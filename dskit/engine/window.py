@@ -19,7 +19,8 @@ last ones.
 Shapes: J is the most choices of a row.
 Units: `at` is bytes from the begin.
 State: one window per expert group, for all layers; `seen` counts what each program here has awaited; while
-`alone` is 1 no peer is written to or waited for; `live`: rows that are some, of those of a graph.
+`alone` is 1 no peer is written to or waited for; `live`: rows that are some, of those of a graph; `ended`: 1
+once nobody is waited for again.
 Errors: Apart says why the ranks of a group have no window.
 Source: engine.md section 11.3, kernels.md 5.4.
 """
@@ -50,6 +51,15 @@ class Window:
         self.seen = torch.zeros(2, PROGRAMS, dtype=torch.int64, device=own.device)
         self.alone = torch.zeros(1, dtype=torch.int32, device=own.device)
         self.live = torch.zeros(1, dtype=torch.int64, device=own.device)
+        self.ended = torch.zeros(1, dtype=torch.int32, device=own.device)
+        on_gpu = own.is_cuda
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=on_gpu)
+        self._aside = torch.cuda.Stream(own.device) if on_gpu else None
+
+    def end(self) -> None:
+        """Let nothing here wait for peers any more, as one is gone; from any thread, while kernels wait."""
+        with torch.cuda.stream(self._aside):  # a copy, for which a GPU full of waiting programs has room
+            self.ended.copy_(self._one, non_blocking=True)
 
     def part(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
         """The begin of a part of this rank's bytes as a tensor."""

@@ -24,8 +24,8 @@ Units
     Bytes per row and rank that it goes to: D + D / 32 + 12 J there, 2 D back.
 
 Errors
-    ValueError names an argument whose shape does not fit.  A peer that never comes is waited for for ever:
-    the engine's watchdog ends the process.
+    ValueError names an argument whose shape does not fit.  A peer that never comes is waited for until the
+    engine ends the window: what comes back then is of no use.
 
 Source
     kernels.md 5.4; engine.md 11.3.
@@ -98,8 +98,8 @@ def _raise(address_ptr, flags_at, size, RANK: tl.constexpr, FLAGS: tl.constexpr,
 
 
 @triton.jit
-def _await(flags_ptr, due, size, RANK: tl.constexpr, FLAGS: tl.constexpr, PEERS: tl.constexpr):
-    """Wait until the same program of every peer has told so `due` times."""
+def _await(flags_ptr, ended_ptr, due, size, RANK: tl.constexpr, FLAGS: tl.constexpr, PEERS: tl.constexpr):
+    """Wait until the same program of every peer has told so `due` times, or the window has ended."""
     k = tl.arange(0, PEERS)
     peer = (k < size) & (k != RANK)
     nothing = tl.full((PEERS,), 0, tl.int64)
@@ -107,7 +107,8 @@ def _await(flags_ptr, due, size, RANK: tl.constexpr, FLAGS: tl.constexpr, PEERS:
     least = due - 1
     while least < due:
         count = tl.atomic_add(flag_ptr, nothing, mask=peer, sem="acquire", scope="sys")
-        least = tl.min(tl.where(peer, count, due), axis=0)
+        ended = tl.load(ended_ptr, volatile=True) != 0
+        least = tl.where(ended, due, tl.min(tl.where(peer, count, due), axis=0))
     tl.debug_barrier()
 
 
@@ -209,10 +210,10 @@ def _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, siz
 @triton.jit
 def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_ptr, codes_ptr, came_ptr,
                      slot_ptr, seen_ptr, flags_at, rows_at, slots_at, weights_at, T, rows, slots, stride_x,
-                     stride_row, live_ptr, alone_ptr, turns, each, RANK: tl.constexpr, SIZE: tl.constexpr,
-                     D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-                     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr,
-                     PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
+                     stride_row, live_ptr, alone_ptr, ended_ptr, turns, each, RANK: tl.constexpr,
+                     SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
+                     GROUP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr,
+                     FLAGS: tl.constexpr, PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
     """In turns of `each` items: what came in the last one is taken in while the next one travels."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     items = rows * ((D + TILE * TILES - 1) // (TILE * TILES))
@@ -230,7 +231,7 @@ def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_p
             _raise(address_ptr, flags_at, size, RANK, FLAGS, PEERS)
         first -= each * programs
         if RECEIVE and turn > 0:
-            _await(flags_ptr, seen + turn, size, RANK, FLAGS, PEERS)
+            _await(flags_ptr, ended_ptr, seen + turn, size, RANK, FLAGS, PEERS)
             for item in range(first, tl.minimum(first + each * programs, items), programs):
                 _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, size, RANK, SIZE, D,
                          J, KIND, GROUP, TILE, TILES, BLOCK_J)
@@ -294,9 +295,10 @@ def _there(out: Tensor, trip: Trip, x: Tensor, weight: Tensor, fmt: tuple[str | 
         x, trip.asked_TJ, weight, out, window.address_K, window.part("flags", torch.int64, 1),
         window.own[at["rows"]:], window.part("slots", torch.int64, 1), trip.slot_RJ, window.seen[0],
         at["flags"], at["rows"], at["slots"], at["weights"], T, trip.rows, trip.slots, x.stride(0),
-        D + cdiv(D, group), peers.live, window.alone, cdiv(how["items"], how["programs"] * how["turn"]),
-        how["turn"], peers.rank, peers.size, D, J, kind, group, how["tile"], how["tiles"], pow2(J),
-        window.seen.shape[1], max(2, pow2(peers.size)), send, receive, num_warps=how["num_warps"])
+        D + cdiv(D, group), peers.live, window.alone, window.ended,
+        cdiv(how["items"], how["programs"] * how["turn"]), how["turn"], peers.rank, peers.size, D, J, kind,
+        group, how["tile"], how["tiles"], pow2(J), window.seen.shape[1], max(2, pow2(peers.size)), send,
+        receive, num_warps=how["num_warps"])
 
 
 # ---- back --------------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ def _return(y_ptr, slot_ptr, address_ptr, answers_at, item, k, answers, stride_y
 
 @triton.jit
 def _combine_kernel(y_ptr, slot_ptr, asked_ptr, place_ptr, address_ptr, flags_ptr, seen_ptr, flags_at,
-                    answers_at, T, rows, slots, stride_y, live_ptr, alone_ptr, RANK: tl.constexpr,
+                    answers_at, T, rows, slots, stride_y, live_ptr, alone_ptr, ended_ptr, RANK: tl.constexpr,
                     SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, EACH: tl.constexpr,
                     TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr, FLAGS: tl.constexpr,
                     PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
@@ -366,7 +368,7 @@ def _combine_kernel(y_ptr, slot_ptr, asked_ptr, place_ptr, address_ptr, flags_pt
         for first in range(program * 64, T, programs * 64):
             _places(asked_ptr, place_ptr, first, T, live, slots, rows, SIZE, J, BLOCK_J, EACH, 64)
     if RECEIVE:
-        _await(flags_ptr, seen + 1, size, RANK, FLAGS, PEERS)
+        _await(flags_ptr, ended_ptr, seen + 1, size, RANK, FLAGS, PEERS)
         tl.store(seen_ptr + program, tl.where(size > 0, seen + 1, seen))
 
 
@@ -395,6 +397,6 @@ def _back(place: Tensor, trip: Trip, y: Tensor, each: bool, peers: Peers, send: 
     _combine_kernel[(how["programs"],)](
         y, trip.slot_RJ, trip.asked_TJ, place, window.address_K,
         window.part("flags", torch.int64, 2, flags)[1], window.seen[1], window.at["flags"] + 8 * flags,
-        window.at["answers"], T, trip.rows, trip.slots, y.stride(0), peers.live, window.alone, peers.rank,
-        peers.size, D, J, each, how["tile"], how["tiles"], pow2(J), window.seen.shape[1],
+        window.at["answers"], T, trip.rows, trip.slots, y.stride(0), peers.live, window.alone, window.ended,
+        peers.rank, peers.size, D, J, each, how["tile"], how["tiles"], pow2(J), window.seen.shape[1],
         max(2, pow2(peers.size)), send, receive, num_warps=how["num_warps"])

@@ -132,6 +132,14 @@ def test_nobody_else_takes_part_in_what_is_captured():
     assert not mine.window.alone and mine.live is None
 
 
+def test_nobody_waits_for_peers_that_are_gone():
+    mine, _ = windows(2, 64, 1, torch.bfloat16, False)
+    x, slot, weight = drawn([2, 2], 64, 1, "any", torch.bfloat16)
+    mine.window.end()
+    rows, _, trip = kernels.dispatch(x[0], slot[0], weight[0], SLOTS, "fp8_32", mine, 2)
+    kernels.combine(rows, trip, False, mine)
+
+
 def dispatched(**changed):
     given = {"x_TD": torch.ones(2, 64, dtype=torch.bfloat16), "slot_TJ": torch.zeros(2, 1).long(),
              "weight_TJ": torch.ones(2, 1), "slots": SLOTS, "fmt": "fp8_32",
