@@ -512,6 +512,7 @@ class Engine:
     def _sample(self, flight: Flight) -> None:
         """Let the device choose the tokens of a step, and the draft guess what follows them."""
         begin, runner = time.perf_counter(), self.runner if self.cfg.overlap else None
+        self.scheduler.foresee(flight.plan)
         flight.tokens = self._device.submit(_outputs, flight.plan, flight.logits, runner, self._drafter)
         flight.launch_s += time.perf_counter() - begin
 

@@ -38,8 +38,6 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
 from dskit.engine.config import EngineConfig
 from dskit.engine.pools import LEAST_BACKTRACK as SLACK
 from dskit.engine.pools import Blocks, Slots
@@ -55,7 +53,7 @@ from dskit.engine.seq import (
     StepResult,
     TokenEvent,
 )
-from dskit.engine.spec import Outlook, allocate, capacity, chances, pays
+from dskit.engine.spec import Outlook, allocate, capacity, pays, survivals
 from dskit.engine.tree import Node, PrefixTree
 
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
@@ -76,7 +74,7 @@ class Scheduler:
         self.ratio = FIRST_RATIO  # share of max_tokens that running sequences are expected to use
         self.decodes = 0  # decode steps since the last prefill step
         self.outlook = Outlook()
-        self.judged: list[tuple[Sequence, int, int]] = []  # rounds since the last look: judged, held
+        self.judged: list[tuple[Sequence, list[float], int, int]] = []  # survivals, judged, held
         self.silent = 0  # decode steps since a draft was worth its time
         self.preemptions = 0
         self.rounds: deque[RoundRecord] = deque(maxlen=1 << 16)  # the newest ones
@@ -95,6 +93,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while some sequence is not finished."""
         return bool(self.waiting or self.running)
+
+    @property
+    def scheduling(self) -> bool:
+        """Whether verified rows are chosen by what they cost."""
+        return self.cfg.speculate == "scheduled" and self.cfg.step_cost is not None
 
     def alive(self) -> list[Sequence]:
         """Every sequence that is not finished."""
@@ -165,7 +168,7 @@ class Scheduler:
         """Chunks from the front of the queue; a sequence whose prompt ends here moves to `running`."""
         chunks, budget = [], self.cfg.max_num_batched_tokens
         if not self.running:
-            self.silent = 0  # these texts may be easier to guess than those before them
+            self.silent *= PROBE  # these texts may be easier to guess than those before them: try soon
         while self.waiting and budget:
             seq = self.waiting[0]
             if not (seq.slot or self._admit(seq)):
@@ -327,7 +330,7 @@ class Scheduler:
         """Give chunks the drafts that are worth a row, as far as limits and free blocks allow."""
         proposals = [chunk.seq.proposal for chunk in rows]
         lengths = [len(p.tokens) if p else 0 for p in proposals]
-        if rows and self.cfg.speculate == "scheduled" and self.cfg.step_cost:
+        if rows and self.scheduling:
             lengths = self._schedule(rows)
         for chunk, proposal, length in zip(rows, proposals, lengths, strict=True):
             if not length:
@@ -341,39 +344,38 @@ class Scheduler:
                 chunk.drafts, chunk.stop = proposal.tokens[:length], chunk.stop + length
 
     def _schedule(self, rows: list[Chunk]) -> list[int]:
-        """How many drafts of each are worth a row; and whether the draft is to guess again after this step.
+        """How many drafts of each are worth a row."""
+        seqs, bias = [chunk.seq for chunk in rows], self.outlook.bias
+        for seq in seqs:
+            seq.alive = survivals(seq.proposal.confidence, self.cfg.draft_temperatures, bias + seq.bias
+                                  ) if seq.proposal else []
+        live = [seq.alive for seq in seqs]
+        seen = live
+        if self.cfg.accept != "coupled":  # coupled texts do not depend on lengths
+            seen = [hopes if a else [] for hopes, a in zip(self._hopes(seqs), live, strict=True)]
+        return allocate(live, capacity(seen, self.cfg.step_cost))
+
+    def foresee(self, plan: StepPlan) -> None:
+        """Learn from the last rounds, and say whether the draft is to guess again behind this step, which the
+        device has begun by now.
 
         While it does not pay to guess, it is tried every PROBE steps.
         """
-        cfg, seqs = self.cfg, [chunk.seq for chunk in rows]
-        self._learn()
-        told = [seq.proposal.confidence if seq.proposal else () for seq in seqs]
-        G = max(map(len, told))
-        likely = chances([own or [-math.inf] * G for own in told], cfg.draft_temperatures,
-                         [self.outlook.bias + seq.bias for seq in seqs])
-        for seq, own, row in zip(seqs, told, likely, strict=True):
-            seq.chances = row if own else None
-        live, hoped = likely.cumprod(1), self.outlook.expect([seq.hopes for seq in seqs], G)
-        seen = live
-        if cfg.accept != "coupled":  # coupled texts do not depend on lengths
-            seen = hoped[:, :G] * np.array([[bool(own)] for own in told])
-        lengths = allocate(live, capacity(seen, cfg.step_cost))
-        worth = pays(hoped, cfg.step_cost)
-        self.silent = 0 if worth or self.silent >= PROBE else self.silent + 1
-        for chunk in rows:
-            chunk.guess = not self.silent
-        return lengths
-
-    def _learn(self) -> None:
-        """Tell the outlook, and its requests, what became of the guesses since the last look."""
-        if not self.judged:
+        if plan.kind == "prefill" or not (plan.chunks and self.scheduling):
             return
-        seqs, judged, held = zip(*self.judged, strict=True)
+        self.outlook.fade()
+        for seq, *round in self.judged:
+            seq.hopes, more = self.outlook.learn(*round)
+            seq.bias += more
         self.judged.clear()
-        found, bias = self.outlook.learn(np.stack([seq.chances for seq in seqs]), np.array(judged),
-                                         np.array(held))
-        for seq, own, more in zip(seqs, found, bias.tolist(), strict=True):
-            seq.hopes, seq.bias = own, seq.bias + more
+        worth = pays(self._hopes([chunk.seq for chunk in plan.chunks]), self.cfg.step_cost)
+        self.silent = 0 if worth or self.silent >= PROBE else self.silent + 1
+        for chunk in plan.chunks:
+            chunk.guess = not self.silent
+
+    def _hopes(self, seqs: list[Sequence]) -> list[list[float]]:
+        """Survivals of the guesses that the draft may make next."""
+        return self.outlook.expect([seq.hopes for seq in seqs], max(len(seq.alive) for seq in seqs))
 
     def _grow(self, seq: Sequence) -> bool:
         """Give the sequence one more block; False when none is free."""
@@ -437,8 +439,9 @@ class Scheduler:
             held = min(len(events), len(round.sampled) - 1)
             seq.rounds, seq.drafted, seq.accepted = seq.rounds + 1, seq.drafted + judged, seq.accepted + held
             self.rounds.append(RoundRecord(seq.request_id, seq.proposal.confidence, judged, held))
-        if seq.chances is not None:
-            self.judged.append((seq, judged, held))
+        if seq.alive:
+            self.judged.append((seq, seq.alive, judged, held))
+            seq.alive = []
         seq.proposal = round.proposal
         if chunk.origin is not None and seq.status is Status.RUNNING:
             self._copy_origin(chunk)

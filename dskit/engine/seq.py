@@ -20,8 +20,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 MAX_LOGPROBS = 1000
 GREEDY_BELOW = 1e-5
@@ -239,8 +237,8 @@ class Sequence:
     inflight: int = 0  # steps on their way that hold rows of this sequence
     grammar: Any = None  # grammar.State, where the text is to follow something
     proposal: Proposal | None = None  # what the draft says comes next
-    chances: np.ndarray | None = None  # that guesses of the proposal which is verified hold, one by one
-    hopes: np.ndarray | None = None  # what of the last proposal survived
+    alive: list[float] = field(default_factory=list)  # survivals of the proposal that is verified
+    hopes: list[float] = field(default_factory=list)  # what survived of the one before
     rounds: int = 0  # steps that verified drafts of it
     drafted: int = 0  # drafts verified
     accepted: int = 0  # drafts that held

@@ -18,9 +18,9 @@ over, and `allocate` spends it on the live round, where a row's rank depends on 
 (Where the text does not depend on lengths at all, in coupled acceptance, `capacity` may look at the live
 round.)
 
-Shapes: survivals [R, G], zeros for a request without a draft; lengths l [R] with 0 <= l <= G.
+Shapes: survivals [R][G], one list per request, empty without a draft; lengths l [R] with 0 <= l <= G.
 Units: step times in milliseconds; survivals are probabilities; a bias is added to the logits of confidences.
-State: an Outlook per scheduler, and what it said of a request in that request.
+State: an Outlook per scheduler; what it says of a request is kept by that request.
 Errors: ValueError for confidences that are no numbers, temperatures of another block size, or an empty cost.
 Source: dspark.md 4; DSpark paper, sections 3.2.1, 3.2.2 and 5.2. The bias is that of a logistic regression,
 which takes a damped Newton step every round.
@@ -33,13 +33,13 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import accumulate, pairwise, repeat
+from operator import mul, truediv
 from pathlib import Path
 
-import numpy as np
 import platformdirs
-from numpy.typing import ArrayLike
 
 NEGLIGIBLE = 1e-6
 MARGIN = 1.01  # how much more a choice has to promise than verifying every guess
@@ -133,112 +133,109 @@ def rising(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(mean for mean, n in runs for _ in range(n))
 
 
-def chances(logits: ArrayLike, temperatures: Sequence[float] | None = None, bias: ArrayLike = 0.0
-            ) -> np.ndarray:
-    """That a guess [..., G] holds if those before it do: sigmoid(z_k / T_k + bias).
-
-    Raises ValueError for a logit that is no number.
-    """
-    z_G = np.asarray(logits, dtype=float)
-    G = z_G.shape[-1]
-    T_G = np.ones(G) if temperatures is None else np.asarray(temperatures)[:G]
-    if len(T_G) < G:
-        raise ValueError(f"{len(T_G)} temperatures for a block of {G}; calibrate with the block size that is "
-                         "served")
-    found = 0.5 + 0.5 * np.tanh(0.5 * (z_G / T_G + np.asarray(bias)[..., None]))  # does not overflow
-    if np.isnan(found).any():
-        k = 1 + np.argwhere(np.isnan(found))[0, -1]
+def survivals(confidence_logits: Sequence[float], temperatures: Sequence[float] | None = None,
+              bias: float = 0.0) -> list[float]:
+    """Running product of sigmoid(z_k / T_k + bias); raises ValueError for a logit that is no number."""
+    if temperatures is not None and len(temperatures) < len(confidence_logits):
+        raise ValueError(f"{len(temperatures)} temperatures for a block of {len(confidence_logits)}; "
+                         "calibrate with the block size that is served")
+    alive, out = 1.0, []
+    for z, T in zip(confidence_logits, temperatures or repeat(1.0)):  # noqa: B905  there may be more of the latter
+        alive *= 0.5 + 0.5 * math.tanh(0.5 * (z / T + bias))  # the sigmoid, without overflow
+        out.append(alive)
+    if math.isnan(alive):
+        k = next(k for k, a in enumerate(out, 1) if math.isnan(a))
         raise ValueError(f"confidence {k} of a draft is not a number; check the draft's weights")
-    return found
-
-
-def survivals(logits: ArrayLike, temperatures: Sequence[float] | None = None) -> np.ndarray:
-    """That a guess [..., G] and all before it hold."""
-    return chances(logits, temperatures).cumprod(-1)
+    return out
 
 
 def _sigmoid(z: float) -> float:
     return 1 / (1 + math.exp(-z)) if z >= 0 else math.exp(z) / (1 + math.exp(z))
 
 
+def _ranked(live: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
+    """Every (survival, request, k) worth a thought, best first; ties: smaller k, then smaller request."""
+    rows = [(a, i, k) for i, chain in enumerate(live) for k, a in enumerate(chain, 1) if a > NEGLIGIBLE]
+    return sorted(rows, key=lambda row: (-row[0], row[2], row[1]))
+
+
 @lru_cache(maxsize=1024)
-def _times(cost: StepCost, requests: int, drafts: int) -> np.ndarray:
+def _times(cost: StepCost, requests: int, drafts: int) -> tuple[float, ...]:
     """Of a round of so many requests with 0, 1, ... drafted rows."""
-    return np.array([cost(requests + rows, requests) for rows in range(1 + drafts)])
+    return tuple(cost(requests + rows, requests) for rows in range(1 + drafts))
 
 
-def _rates(hopes_RG: np.ndarray, cost: StepCost) -> np.ndarray:
+def _rates(hopes: Sequence[Sequence[float]], cost: StepCost) -> list[float]:
     """Tokens per millisecond that these survivals promise, with 0, 1, ... of the likeliest verified."""
-    R, alive = len(hopes_RG), np.sort(hopes_RG, axis=None)[::-1]
-    alive = alive[: np.count_nonzero(alive > NEGLIGIBLE)]
-    return np.concatenate(([R], R + alive.cumsum())) / _times(cost, R, hopes_RG.size)[: 1 + len(alive)]
+    R, alive = len(hopes), sorted((a for chain in hopes for a in chain if a > NEGLIGIBLE), reverse=True)
+    return list(map(truediv, accumulate([R, *alive]), _times(cost, R, sum(map(len, hopes)))))
 
 
-def capacity(hopes_RG: np.ndarray, cost: StepCost) -> int:
+def capacity(hopes: Sequence[Sequence[float]], cost: StepCost) -> int:
     """How many drafted rows the coming step should hold, from the survivals of rounds that are over."""
-    rates = _rates(hopes_RG, cost)
-    return len(rates) - 1 if MARGIN * rates[-1] >= rates.max() else int(rates.argmax())
+    rates = _rates(hopes, cost)
+    best = max(rates)
+    return len(rates) - 1 if MARGIN * rates[-1] >= best else rates.index(best)
 
 
-def pays(hopes_RG: np.ndarray, cost: StepCost) -> bool:
+def pays(hopes: Sequence[Sequence[float]], cost: StepCost) -> bool:
     """Whether a draft for these requests promises more tokens a second than a step without one."""
-    R = len(hopes_RG)
-    return bool(_rates(hopes_RG, cost).max() > R / cost(R))
+    return max(_rates(hopes, cost)) > len(hopes) / cost(len(hopes))
 
 
-def allocate(live_RG: np.ndarray, count: int) -> list[int]:
-    """Spend `count` rows on the likeliest survivors: lengths whose sum is at most `count`.
-
-    Of equals the smaller k comes first, then the smaller request.
-    """
-    lengths = np.count_nonzero(live_RG > NEGLIGIBLE, axis=1)
-    if lengths.sum() > count:
-        best = np.argsort(-live_RG.T, axis=None, kind="stable")[:count]
-        lengths = np.bincount(best % len(live_RG), minlength=len(live_RG))
-    return lengths.tolist()
+def allocate(live: Sequence[Sequence[float]], count: int) -> list[int]:
+    """Spend `count` rows on the likeliest survivors: lengths whose sum is at most `count`."""
+    lengths = [len(chain) if chain and chain[-1] > NEGLIGIBLE else sum(a > NEGLIGIBLE for a in chain)
+               for chain in live]
+    if sum(lengths) <= count:
+        return lengths
+    lengths = [0] * len(live)
+    for _, request, k in _ranked(live)[:count]:
+        lengths[request] = k
+    return lengths
 
 
 @dataclass
 class Outlook:
     """What is expected of guesses that are not made yet, from what became of those before.
 
-    hopes [G]: mean survivals of `weight` rounds (None: nothing was guessed yet); bias: what is added to
-    everybody's confidences.
+    hopes: mean survivals by position, of `weight` rounds (empty: nothing was guessed yet); bias: what is
+    added to everybody's confidences.
     """
 
-    hopes: np.ndarray | None = None
+    hopes: list[float] = field(default_factory=list)
     weight: float = OPTIMISM
     bias: float = 0.0
 
-    def learn(self, chances_RG: np.ndarray, judged_R: np.ndarray, held_R: np.ndarray
-              ) -> tuple[np.ndarray, np.ndarray]:
-        """Count in what became of guesses; by request, what survived, and the bias that its confidences gain.
+    def fade(self) -> None:
+        """A step goes by."""
+        self.weight *= 1 - 1 / LONG
+
+    def learn(self, alive: Sequence[float], judged: int, held: int) -> tuple[list[float], float]:
+        """Count in what became of a request's guesses: gives which survived, and what its own bias gains.
 
         Biases follow how many more held than promised, among those that were judged and stood behind guesses
         that held. What nobody judged is believed.
         """
-        held, k = held_R[:, None], np.arange(chances_RG.shape[1])
-        told = k < np.minimum(held + 1, judged_R[:, None])
-        surprise = held_R - (chances_RG * told).sum(1)
-        doubt = (chances_RG * (1 - chances_RG) * told).sum(1)
-        self.bias += surprise.sum() / (ALL + doubt.sum())
-        found = np.where(k < held, 1.0, np.where(told, 0.0, chances_RG)).cumprod(1)
-        hopes = np.ones(len(k)) if self.hopes is None else self.hopes
-        self.hopes = (self.weight * hopes + found.sum(0)) / (self.weight + len(found))
-        self.weight += len(found)
+        chances = [b / a if a else 0.0 for a, b in pairwise([1.0, *alive])]
+        told = chances[: min(held + 1, judged)]
+        surprise, doubt = held - sum(told), sum(c - c * c for c in told)
+        self.bias += surprise / (ALL + doubt)
+        if held < judged:
+            chances[held] = 0.0
+        found = [1.0] * held + list(accumulate(chances[held:], mul))
+        hopes, w = self.hopes or [1.0] * len(found), self.weight
+        self.hopes, self.weight = [(w * h + f) / (w + 1) for h, f in zip(hopes, found, strict=True)], w + 1
         return found, surprise / (OWN + doubt)
 
-    def expect(self, last: Sequence[np.ndarray | None], G: int) -> np.ndarray:
-        """Survivals [R, G] of the next guesses, from the last ones of each request (None: it had none yet).
+    def expect(self, last: Sequence[Sequence[float]], G: int) -> list[list[float]]:
+        """Survivals of the next G guesses, from what survived last of each request's (empty: none were made).
 
-        What many requests say of a round is a guide, what a few say an accident. Rounds fade with every call.
+        What many requests say of a round is a guide, what a few say an accident.
         """
-        self.weight *= 1 - 1 / LONG
-        if self.hopes is None:
-            return np.ones((len(last), G))
-        share = len(last) / (len(last) + LONG)
-        last_RG = np.array([self.hopes if own is None else own for own in last])
-        return share * last_RG + (1 - share) * self.hopes
+        hopes, share = self.hopes or [1.0] * G, len(last) / (len(last) + LONG)
+        return [[share * a + (1 - share) * h for a, h in zip(own or hopes, hopes, strict=True)]
+                for own in last]
 
 
 # ---- calibration -------------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from dskit import LLM, checkpoint
 from dskit.chat import Tokenizer, render
 from dskit.config import preset
-from dskit.engine import pools, spec
+from dskit.engine import pools, scheduler, spec
 from dskit.engine.config import EngineConfig, EngineConfigError
 from dskit.engine.draft import Drafter
 from dskit.engine.runner import Work
@@ -26,6 +25,8 @@ from dskit.train.skills import SKILLS
 from tests.engine.mock import Runner, engine, scores
 
 G, SLOW = 5, pytest.mark.slow
+SAYS = {"what holds": lambda holds: 2.0 if holds else -2.0, "too little": lambda holds: -0.8,
+        "too much": lambda holds: 2.0}
 COSTS = {"flat": StepCost((1, 64), (1.0, 1.01)), "steep": StepCost(tuple(range(1, 65)), tuple(range(1, 65)))}
 
 
@@ -36,7 +37,7 @@ class Guesser(Runner):
         super().__init__(block_size, **more)
         self.config, self.num_slots, self.right = SimpleNamespace(dspark_block_size=G), 40, right
         self.told: dict[int, list[int]] = {}
-        self.sure = False  # says that every guess is right
+        self.says = SAYS["what holds"]  # of each guess
 
     def _rows(self, w):
         self.told[w.seq_slot] = w.tokens[: w.stop]
@@ -52,7 +53,7 @@ class Guesser(Runner):
             logits.append(rows)
             for text, token in zip(texts, tokens[-1].tolist(), strict=True):
                 text.append(token)
-        confidence = torch.tensor([[2.0 if k < n or self.sure else -2.0 for k in range(G)] for n in good])
+        confidence = torch.tensor([[self.says(k < n) for k in range(G)] for n in good])
         return torch.stack(tokens, 1), torch.stack(logits, 1), confidence
 
     @staticmethod
@@ -160,27 +161,35 @@ class Timed(Guesser):
 RATES = {"a CPU": StepCost((1, 2, 6, 32, 48, 192), (45, 53, 62, 97, 116, 345), (1, 8, 32), (15, 25, 60)),
          "a step at a time": StepCost((1, 8, 9, 64, 65, 192), (20, 20, 30, 30, 60, 60), (1, 32), (4, 8)),
          "bound by rows": StepCost((1, 192), (4, 768), (1, 32), (3, 96))}
-SOON = {("a CPU", 1), ("a CPU", 8), ("bound by rows", 1)}
 DRAFTS = {"good": lambda tokens: G - (len(tokens) % 7 == 0), "bad": lambda tokens: 0,
+          "seldom bad": lambda tokens: G if sum(tokens[-3:]) % 8 else 0,
           "in between": lambda tokens: len(tokens) * 7 % (G + 1),
           "good for some": lambda tokens: G if tokens[0] % 2 else 0}
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("cost, load", [
-    pytest.param(cost, load, marks=() if (cost, load) in SOON else SLOW)
-    for cost in RATES for load in (1, 8, 32)])
-def test_the_schedule_is_never_slower_than_the_better_of_static_and_none(cost, load, draft):
-    """By the clock of the mock, but for what finding out takes: first guesses, and a try now and then."""
+LOADS = [(cost, load, draft, "what holds") for cost in RATES for load in (1, 8, 32) for draft in DRAFTS]
+LOADS += [("a CPU", load, draft, says) for load in (1, 8) for draft in DRAFTS for says in list(SAYS)[1:]]
+SOON = {("a CPU", 1), ("bound by rows", 1)}, {("a CPU", 8, draft, "what holds") for draft in list(DRAFTS)[3:]}
+
+
+@pytest.mark.parametrize("cost, load, draft, says", [
+    pytest.param(*case, marks=() if case[:2] in SOON[0] or case in SOON[1] else SLOW) for case in LOADS])
+def test_the_schedule_is_never_slower_than_the_better_of_static_and_none(cost, load, draft, says):
+    """By the clock of the mock, but for what finding out takes: first guesses, and a try now and then.
+
+    At 32 also but for the last requests, whose companions were faster.
+    """
     work = [([5 + i % 50, 6], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
             for i in range(4 * load)]
     ms = {}
     for way in ("off", "static", "scheduled"):
         runner = Timed(RATES[cost], DRAFTS[draft])
+        runner.says = SAYS[says]
         settings = {"speculate": way, "max_num_seqs": load, "num_blocks": 20 * load, "num_snapshots": 1}
         texts(work, runner=runner, step_cost=RATES[cost], **settings)
         ms[way] = runner.ms
-    assert ms["scheduled"] <= 1.05 * min(ms.values()), ms
+    most = 1.2 if says != "what holds" else 1.05 if load == 32 else 1.03
+    assert ms["scheduled"] <= most * min(ms.values()), ms
 
 
 def test_guessing_stops_where_it_does_not_pay_and_is_tried_again():
@@ -199,6 +208,28 @@ def test_guessing_stops_where_it_does_not_pay_and_is_tried_again():
     assert told[G][0] >= told[G][1] - 2
 
 
+@pytest.mark.parametrize("accept", ["rejection", "coupled"])
+def test_how_many_rows_a_step_has_is_settled_before_its_guesses_are(monkeypatch, accept):
+    """Other confidences in the third round's guesses; where texts depend on no lengths they may be seen."""
+    told, params = [], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for other in (False, True):
+        runner, seen = Guesser(4), []
+        runner.asked, propose = 0, runner.propose
+
+        def asked(*args, runner=runner, propose=propose, other=other):
+            runner.says = SAYS["too little" if other and runner.asked == 2 else "what holds"]
+            return _counted(runner, propose, args)
+
+        runner.propose = asked
+        monkeypatch.setattr(scheduler, "capacity", lambda hopes, cost, seen=seen: (
+            seen.append(list(hopes)), capacity(hopes, cost))[1])
+        settings = {"speculate": "scheduled", "accept": accept, "step_cost": COSTS["flat"]}
+        texts([([5, 6], params)], runner=runner, **settings)
+        told.append(seen)
+    same = [a == b for a, b in zip(*told, strict=False)]
+    assert same[:3] == [True, True, accept == "rejection"]
+
+
 def _counted(runner, propose, args):
     runner.asked += 1
     return propose(*args)
@@ -207,7 +238,7 @@ def _counted(runner, propose, args):
 def test_confidence_that_promised_too_much_is_believed_less():
     """Guesses that fall while their confidence is high leave a request without drafts, and no other."""
     runner = Guesser(4, right=lambda tokens: 0 if tokens[0] == 5 else G)
-    runner.sure = True
+    runner.says = SAYS["too much"]
     cost = StepCost((1, 2, 64), (1.0, 1.1, 8.0))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     wrong, right = texts([([5, 6], params), ([7, 6], params)], runner=runner, speculate="scheduled",
@@ -350,8 +381,8 @@ def scheduled(peeks):
     The second guess is likely to hold behind token 1 and hopeless behind another, as a confidence may say.
     """
     def lengths(seq):
-        live = survivals([[1.4, 2.2 if seq.proposal.tokens[0] == 1 else -30.0]])
-        return allocate(live, capacity(live if peeks else np.array([[0.9, 0.85]]), COLD))[0]
+        live = [survivals([1.4, 2.2 if seq.proposal.tokens[0] == 1 else -30.0])]
+        return allocate(live, capacity(live if peeks else [[0.9, 0.85]], COLD))[0]
     return lengths
 
 

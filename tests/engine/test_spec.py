@@ -4,13 +4,13 @@ import itertools
 import math
 from random import Random
 
-import numpy as np
 import pytest
 
 from dskit.engine.spec import (
     MARGIN,
     NEGLIGIBLE,
     Calibration,
+    Outlook,
     StepCost,
     allocate,
     calibrate,
@@ -31,13 +31,13 @@ def theta(live, lengths, cost):
 
 
 def chains(rng, R, G):
-    return survivals([[rng.gauss(1, 2) for _ in range(G)] for _ in range(R)])
+    return [survivals([rng.gauss(1, 2) for _ in range(G)]) for _ in range(R)]
 
 
 def early_stop(live, cost):
     """The paper's algorithm 1, the oracle: rows in falling survival until one does not pay."""
     kept, best = 0, theta(live, [0] * len(live), cost)
-    for count in range(1, 1 + live.size):
+    for count in range(1, 1 + sum(map(len, live))):
         rate = theta(live, allocate(live, count), cost)
         if rate <= best:
             break
@@ -103,7 +103,7 @@ def test_the_budget_is_spent_and_never_overspent():
 
 
 def test_ties_go_to_the_smaller_k_and_then_to_the_smaller_request():
-    live = np.full((2, 2), 0.5)
+    live = [[0.5, 0.5], [0.5, 0.5]]
     assert [allocate(live, n) for n in range(5)] == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2]]
 
 
@@ -122,12 +122,40 @@ def law(lengths_of):
 
 def test_a_scheduler_that_looks_at_what_it_decides_on_changes_the_law_and_ours_do_not():
     cost = StepCost((1, 2, 3), (1.0, 2.0, 1 / 0.45))
-    live = {"A": np.array([[0.8, 0.8 * 0.9]]), "B": np.array([[0.8, 0.0]])}
+    live = {"A": [[0.8, 0.8 * 0.9]], "B": [[0.8, 0.0]]}
     assert law(lambda d: early_stop(live[d], cost)[0]) == pytest.approx(0.7)
-    lagged = capacity(np.array([[0.9, 0.8]]), cost)
+    lagged = capacity([[0.9, 0.8]], cost)
     assert law(lambda d: allocate(live[d], lagged)[0]) == pytest.approx(0.7)
     peeks = law(lambda d: allocate(live[d], capacity(live[d], cost))[0])
     assert peeks == pytest.approx(0.85)
+
+
+def test_guesses_are_worth_what_became_of_them_and_unjudged_ones_what_they_say():
+    said, outlook, found = [0.9, 0.45, 0.09], Outlook(weight=0), []
+    for judged, held in (0, 0), (1, 0), (1, 1), (3, 1), (3, 3):
+        found.append(outlook.learn(said, judged, held)[0])
+    want = [said, [0, 0, 0], [1, 0.5, 0.1], [1, 0, 0], [1, 1, 1]]
+    assert [a for own in found for a in own] == pytest.approx([a for own in want for a in own])
+    assert outlook.hopes == pytest.approx([sum(each) / 5 for each in zip(*want, strict=True)])
+    assert outlook.expect([[]], 3) == [pytest.approx(outlook.hopes)]
+    assert min(outlook.expect([found[4]] * 100, 3)[0]) > 0.9
+    for _ in range(60):
+        outlook.fade()
+    outlook.learn(said, 3, 3)
+    assert outlook.hopes == pytest.approx([1, 1, 1], abs=0.01)
+
+
+@pytest.mark.parametrize("error", [-2, 0, 2])
+def test_the_bias_becomes_what_confidences_lack(error):
+    """Any number of rows may be judged, and any of them behind one that fell: it is not led astray."""
+    rng, outlook, told = Random(7), Outlook(), []
+    for _ in range(3000):
+        z = [rng.gauss(1, 1) for _ in range(4)]
+        true = survivals(z, bias=error)
+        u, judged = rng.random(), rng.randint(0, 4)
+        outlook.learn(survivals(z, bias=outlook.bias), judged, min(judged, sum(a > u for a in true)))
+        told.append(outlook.bias)
+    assert sum(told[1500:]) / 1500 == pytest.approx(error, abs=0.2)
 
 
 def test_calibration_finds_the_temperature_that_made_the_confidences_too_sure():
@@ -164,6 +192,6 @@ def test_what_is_no_number_is_refused():
 
 
 def test_no_requests_no_lengths():
-    for live in np.zeros((0, 3)), np.zeros((2, 0)):
+    for live in [], [[], []]:
         assert capacity(live, SMOOTH) == 0 and allocate(live, 3) == [0] * len(live)
         assert not pays(live, DRAFTED)
