@@ -74,7 +74,7 @@ class Scheduler:
         self.ratio = FIRST_RATIO  # share of max_tokens that running sequences are expected to use
         self.decodes = 0  # decode steps since the last prefill step
         self.outlook = Outlook()
-        self.judged: list[tuple[Sequence, list[float], int, int]] = []  # survivals, judged, held
+        self.judged: dict[Sequence, tuple[list[float], int, int]] = {}  # survivals, judged, held
         self.silent = 0  # decode steps since a draft was worth its time
         self.preemptions = 0
         self.rounds: deque[RoundRecord] = deque(maxlen=1 << 16)  # the newest ones
@@ -363,10 +363,9 @@ class Scheduler:
         """
         if plan.kind == "prefill" or not (plan.chunks and self.scheduling):
             return
-        self.outlook.fade()
-        for seq, *round in self.judged:
-            seq.hopes, more = self.outlook.learn(*round)
-            seq.bias += more
+        told = self.outlook.learn(self.judged.values())
+        for seq, (hopes, more) in zip(self.judged, told, strict=True):
+            seq.hopes, seq.bias = hopes, seq.bias + more
         self.judged.clear()
         worth = pays(self._hopes([chunk.seq for chunk in plan.chunks]), self.cfg.step_cost)
         self.silent = 0 if worth or self.silent >= PROBE else self.silent + 1
@@ -440,7 +439,7 @@ class Scheduler:
             seq.rounds, seq.drafted, seq.accepted = seq.rounds + 1, seq.drafted + judged, seq.accepted + held
             self.rounds.append(RoundRecord(seq.request_id, seq.proposal.confidence, judged, held))
         if seq.alive:
-            self.judged.append((seq, seq.alive, judged, held))
+            self.judged[seq] = seq.alive, judged, held
             seq.alive = []
         seq.proposal = round.proposal
         if chunk.origin is not None and seq.status is Status.RUNNING:

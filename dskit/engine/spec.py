@@ -32,7 +32,7 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise, repeat
@@ -207,26 +207,29 @@ class Outlook:
     weight: float = OPTIMISM
     bias: float = 0.0
 
-    def fade(self) -> None:
-        """A step goes by."""
-        self.weight *= 1 - 1 / LONG
-
-    def learn(self, alive: Sequence[float], judged: int, held: int) -> tuple[list[float], float]:
-        """Count in what became of a request's guesses: gives which survived, and what its own bias gains.
+    def learn(self, rounds: Iterable[tuple[Sequence[float], int, int]]) -> list[tuple[list[float], float]]:
+        """Count in what became of a step's guesses, given as (survivals, judged, held) of each request: what
+        survived in fact, and what the bias of its own confidences gains.
 
         Biases follow how many more held than promised, among those that were judged and stood behind guesses
         that held. What nobody judged is believed.
         """
-        chances = [b / a if a else 0.0 for a, b in pairwise([1.0, *alive])]
-        told = chances[: min(held + 1, judged)]
-        surprise, doubt = held - sum(told), sum(c - c * c for c in told)
-        self.bias += surprise / (ALL + doubt)
-        if held < judged:
-            chances[held] = 0.0
-        found = [1.0] * held + list(accumulate(chances[held:], mul))
-        hopes, w = self.hopes or [1.0] * len(found), self.weight
-        self.hopes, self.weight = [(w * h + f) / (w + 1) for h, f in zip(hopes, found, strict=True)], w + 1
-        return found, surprise / (OWN + doubt)
+        told, surprises, doubts = [], 0.0, 0.0
+        self.weight *= 1 - 1 / LONG
+        for alive, judged, held in rounds:
+            chances = [b / a if a else 0.0 for a, b in pairwise([1.0, *alive])]
+            seen = chances[: min(held + 1, judged)]
+            surprise, doubt = held - sum(seen), sum(c - c * c for c in seen)
+            surprises, doubts = surprises + surprise, doubts + doubt
+            if held < judged:
+                chances[held] = 0.0
+            found = [1.0] * held + list(accumulate(chances[held:], mul))
+            told.append((found, surprise / (OWN + doubt)))
+            hopes, w = self.hopes or [1.0] * len(found), self.weight
+            self.hopes = [(w * h + f) / (w + 1) for h, f in zip(hopes, found, strict=True)]
+            self.weight = w + 1
+        self.bias += surprises / (ALL + doubts)
+        return told
 
     def expect(self, last: Sequence[Sequence[float]], G: int) -> list[list[float]]:
         """Survivals of the next G guesses, from what survived last of each request's (empty: none were made).

@@ -131,31 +131,36 @@ def test_a_scheduler_that_looks_at_what_it_decides_on_changes_the_law_and_ours_d
 
 
 def test_guesses_are_worth_what_became_of_them_and_unjudged_ones_what_they_say():
-    said, outlook, found = [0.9, 0.45, 0.09], Outlook(weight=0), []
-    for judged, held in (0, 0), (1, 0), (1, 1), (3, 1), (3, 3):
-        found.append(outlook.learn(said, judged, held)[0])
+    said, outlook = [0.9, 0.45, 0.09], Outlook(weight=0)
+    rounds = [(0, 0), (1, 0), (1, 1), (3, 1), (3, 3)]
+    found = [own for own, _ in outlook.learn([(said, *round) for round in rounds])]
     want = [said, [0, 0, 0], [1, 0.5, 0.1], [1, 0, 0], [1, 1, 1]]
     assert [a for own in found for a in own] == pytest.approx([a for own in want for a in own])
     assert outlook.hopes == pytest.approx([sum(each) / 5 for each in zip(*want, strict=True)])
     assert outlook.expect([[]], 3) == [pytest.approx(outlook.hopes)]
     assert min(outlook.expect([found[4]] * 100, 3)[0]) > 0.9
     for _ in range(60):
-        outlook.fade()
-    outlook.learn(said, 3, 3)
+        outlook.learn([])
+    outlook.learn([(said, 3, 3)])
     assert outlook.hopes == pytest.approx([1, 1, 1], abs=0.01)
 
 
 @pytest.mark.parametrize("error", [-2, 0, 2])
-def test_the_bias_becomes_what_confidences_lack(error):
+@pytest.mark.parametrize("requests", [1, 100])
+def test_the_bias_becomes_what_confidences_lack(requests, error):
     """Any number of rows may be judged, and any of them behind one that fell: it is not led astray."""
     rng, outlook, told = Random(7), Outlook(), []
-    for _ in range(3000):
-        z = [rng.gauss(1, 1) for _ in range(4)]
-        true = survivals(z, bias=error)
-        u, judged = rng.random(), rng.randint(0, 4)
-        outlook.learn(survivals(z, bias=outlook.bias), judged, min(judged, sum(a > u for a in true)))
+    for _ in range(2000 // requests):
+        rounds = []
+        for _ in range(requests):
+            z = [rng.gauss(1, 1) for _ in range(4)]
+            u, judged, true = rng.random(), rng.randint(0, 4), survivals(z, bias=error)
+            rounds.append((survivals(z, bias=outlook.bias), judged, min(judged, sum(a > u for a in true))))
+        outlook.learn(rounds)
         told.append(outlook.bias)
-    assert sum(told[1500:]) / 1500 == pytest.approx(error, abs=0.2)
+    late = told[len(told) // 2 :]
+    assert sum(late) / len(late) == pytest.approx(error, abs=0.2)
+    assert max(late) - min(late) < 2
 
 
 def test_calibration_finds_the_temperature_that_made_the_confidences_too_sure():
