@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 import time
@@ -27,12 +26,19 @@ CASES = {
 SETTINGS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
 
 
-@contextlib.contextmanager
-def opened(case: str, ranks: int, **more):
+PAIR: list[LLM] = []  # two ranks, as long as one test after the other uses them
+
+
+def opened(case: str, ranks: int, **more) -> LLM:
     """The small model on so many ranks."""
-    settings = SETTINGS | CASES[case] | more
-    with LLM("tiny", dp=ranks, ep=ranks, distributed_timeout=TIMEOUT, **settings) as llm:
-        yield llm
+    part()
+    return LLM("tiny", dp=ranks, ep=ranks, distributed_timeout=TIMEOUT, **SETTINGS | CASES[case] | more)
+
+
+def part() -> None:
+    """End the pair: a process is in one group at a time, whichever tests it runs."""
+    while PAIR:
+        PAIR.pop().close()
 
 
 def conversations(seed: int, count: int) -> list[tuple[list[list[int]], SamplingParams]]:
@@ -74,11 +80,18 @@ def alone(case: str, seed: int, count: int) -> list[list[int]]:
         return answers(llm, seed, count)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
+def apart():
+    yield
+    part()
+
+
+@pytest.fixture
 def pair():
     """Two ranks."""
-    with opened("release, drafts", 2) as llm:
-        yield llm
+    if not PAIR or PAIR[0].engine.closed:
+        PAIR[:] = [opened("release, drafts", 2)]
+    return PAIR[0]
 
 
 def test_two_ranks_say_what_one_says_with_drafts_and_cached_prefixes(pair):
@@ -159,7 +172,6 @@ def test_what_would_part_the_ranks_is_refused(pair):
 
 
 def test_a_killed_rank_ends_the_group_with_an_error_that_says_so(pair):
-    """The last test with these ranks."""
     handles = [pair.submit([5, i], SamplingParams(max_tokens=400, ignore_eos=True)) for i in range(4)]
     next(iter(handles[1]))
     begin = time.monotonic()
@@ -230,6 +242,7 @@ def test_a_ready_model_cannot_be_spread():
 
 
 def test_torchrun_must_have_started_as_many_ranks(monkeypatch):
+    part()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(GroupError, match="3 ranks were started, but dp is 2"):
@@ -264,6 +277,7 @@ def test_ranks_choose_the_kernels_that_rank_0_has_chosen():
 
 @pytest.mark.slow
 def test_a_rank_ends_with_rank_0_while_it_still_loads():
+    part()
     seat = take_seat(Parallel(2, 2), {"model": "tiny", **SETTINGS})  # which never joins the other one
     [started] = seat.started
     while not seat.store.check(["here/1"]):
