@@ -118,7 +118,7 @@ def _(o_TAH: Tensor, weight: Tensor, scale: Tensor | None, block: tuple[int, int
       note="keys of 132 bytes in FP8, float32 scores, which end where a request does")
 def _(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor, packing: Any,
       dtype: torch.dtype, row_tile: int | None = None, block_BQC: Tensor | None = None,
-      size: int = 1) -> Call:
+      size: int = 1, run: int = 1) -> Call:
     import deep_gemm
 
     (B, Q, X, Y), S, pages = q_BQXY.shape, table_BS.shape[1], len(pool) // PAGE

@@ -88,7 +88,7 @@ class Pages:
         """With the pool row of every entry."""
         within = torch.arange(per_block, device=self.blocks.device)
         table = (self.blocks[..., None] * per_block + within).flatten(1)[:, : self.entries]
-        return Segment(self.rows, self.shape, self.visible, table.contiguous())
+        return Segment(self.rows, self.shape, self.visible, table.contiguous(), per_block)
 
 
 def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray,

@@ -14,6 +14,7 @@ Scores
     products; float32 then applies the key's scales, the relu and the head's weight.  Two columns are what a
     thread holds side by side, and 64 of them the fewest that keep a tensor core busy.  68 bytes are read per
     key and row block, and 8 of the table; 2 are written per row.  The keys as numbers would be 256.
+    On Hopper, keys that lie side by side are scored by the kernel of pages.py.
 
 Top-k
     peaks    ..#.|....|#...|.#..     maxima of chunks, read at full width by as many programs as there are
@@ -212,12 +213,12 @@ def _unlike(q: Tensor, weight: Tensor, pool: Tensor, packing: Any) -> str | None
 
 @ops.implement("indexer.scores_cached", "triton",
                when=lambda q_BQXY, weight_BQX, pool, table_BS, visible_BQ, packing, dtype, row_tile=None,
-               block_BQC=None, size=1:
+               block_BQC=None, size=1, run=1:
                _unlike(q_BQXY, weight_BQX, pool, packing) or too_wide(q_BQXY, weight_BQX, dtype)
                or refuse(q_BQXY, weight_BQX, pool, table_BS, visible_BQ, block_BQC, sm=89))
 def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor,
                   packing: Any, dtype: torch.dtype, row_tile: int | None = None,
-                  block_BQC: Tensor | None = None, size: int = 1) -> Tensor:
+                  block_BQC: Tensor | None = None, size: int = 1, run: int = 1) -> Tensor:
     """Scores [B, Q, S] of the keys in rows `table` of a pool, -inf outside what a row may see.
 
     Given blocks of `size` entries, only of those: [B, Q, C * size].
@@ -237,6 +238,13 @@ def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Te
     if not out.numel():
         return out
     together = 1 if row_tile or block_BQC is not None else min(Q, 4)  # rows that score the same keys
+    if block_BQC is None and common.capability(q_BQXY) == 90:
+        from dskit.kernels import pages  # which cannot be interpreted
+
+        if pages.takes(q_BQXY, pool, run):
+            pages.scores(q_BQXY.contiguous(), weight_BQX.contiguous(), pool, table_BS.contiguous(),
+                         visible_BQ.contiguous(), out, together, bool(row_tile))
+            return out
     config = up_to(CONFIGS, together * X)
     if not row_tile:
         config = tuned("indexer.scores_cached", (B * Q * S, together, X), config)

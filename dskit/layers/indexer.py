@@ -42,13 +42,14 @@ class Segment:
     """Consecutive rows of requests that add equally many rows, for one ratio.
 
     rows: slice of the step; visible [B, Q]: how many entries each row may see;
-    table [B, S]: pool rows of the entries.
+    table [B, S]: pool rows of the entries, in runs of `run` neighbours that begin at a multiple of it.
     """
 
     rows: slice
     shape: tuple[int, int]
     visible: Tensor
     table: Tensor
+    run: int = 1
 
 
 @ops.op("indexer.scores")
@@ -76,11 +77,11 @@ def scores(q_BQXY: Tensor, weight_BQX: Tensor, key_BSY: Tensor, row_tile: int | 
 @ops.op("indexer.scores_cached", grad=False)
 def scores_cached(q_BQXY: Tensor, weight_BQX: Tensor, pool: Tensor, table_BS: Tensor, visible_BQ: Tensor,
                   packing: Packing, dtype: torch.dtype, row_tile: int | None = None,
-                  block_BQC: Tensor | None = None, size: int = 1) -> Tensor:
+                  block_BQC: Tensor | None = None, size: int = 1, run: int = 1) -> Tensor:
     """`scores` of the keys in rows `table` of a cache, read as `dtype`; -inf outside what a row may see.
 
     Queries are numbers that are rounded as keys are. Given blocks of `size` entries (-1: none), only those:
-    [B, Q, C * size].
+    [B, Q, C * size]. What `run` promises (Segment) lets a kernel read keys side by side.
     """
     of = scores(q_BQXY, weight_BQX, read(pool, table_BS, packing, dtype), row_tile)
     S = of.shape[-1]
@@ -185,7 +186,7 @@ class Indexer(nn.Module):
         size = self.config.candidate_block_size
         return [scores_cached(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
                               pool, seg.table, seg.visible, self.packing, self.numerics.compute,
-                              self.numerics.row_tile, block, size)
+                              self.numerics.row_tile, block, size, seg.run)
                 for seg, block in zip(segments, self._among(segments, candidates), strict=True)]
 
     def select(self, found: list[Tensor], segments: list[Segment], candidates: list[Tensor | None] | None

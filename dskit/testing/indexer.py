@@ -3,7 +3,8 @@
 Shapes: rows of the batch, the requests, `each` with so many of its own, heads, entries; `seen` entries that
     the last row of the first request sees, fewer in each further request and in each row before; `spread`
     binades between the scales of groups, of keys on both sides of 1, and up to 10 of queries; `tile` 1: with
-    row_tile; `wide` 1: float32; `among` blocks of 8 entries to which each row keeps, some of them missing.
+    row_tile; `wide` 1: float32; `among` blocks of 8 entries to which each row keeps, some of them missing;
+    `run` 1: any rows of the pool instead of pages.
     Selection: k of rows x entries, or `count` blocks of `size`; grain g: scores in steps of 1 / g, so that
     many are equal; masked: so many thousandths are minus infinity; flat 1: all scores are equal.
 Errors: none of its own.
@@ -19,6 +20,7 @@ from dskit.testing import Cases, Maker, Shape
 
 PACKING = Packing(128, "fp4_32", 0, torch.bfloat16)
 SIZE = 8  # entries of a block
+PAGE = 64  # neighbouring rows of the pool
 POOL = 1 << 16  # keys that are drawn; a larger pool repeats them
 
 
@@ -34,7 +36,8 @@ def _case(rows: int, each: int, heads: int, entries: int, seen: int | None = Non
 SCORES = (_case(1, 0, 32, 9), _case(1, 1, 32, 0), _case(1, 1, 32, 1, wide=1), _case(2, 1, 32, 390),
           _case(1, 1, 32, 300, seen=128), _case(1, 1, 16, 200, seen=0), _case(2, 3, 32, 65, wide=1),
           _case(1, 5, 16, 129, seen=3, wide=1), _case(1, 2, 64, 66, spread=60),
-          _case(1, 2, 32, 140, tile=16), _case(1, 2, 32, 300, seen=260, among=20))
+          _case(1, 2, 32, 140, tile=16), _case(1, 2, 32, 300, seen=260, among=20),
+          _case(2, 1, 32, 130) | {"run": 1})
 RELEASED = (*(_case(rows, 1, 32, 65536) for rows in (1, 32, 128)), _case(128, 1, 32, 131_072),
             _case(32, 6, 32, 65536), _case(1, 512, 32, 65536), _case(32, 1, 64, 65536),
             *(_case(rows, 1, 32, 65536, among=2048) for rows in (1, 32, 128)),
@@ -48,15 +51,17 @@ def _scores(shape: Shape, maker: Maker) -> tuple:
     size = 2.0 ** maker.integers(min(spread, 10) + 1, B, Q, X, 4, 1).float()
     q = PACKING.round((maker.normal(B, Q, X, 4, 32, dtype=torch.float32) * size).flatten(-2).bfloat16())
     weight = maker.normal(B, Q, X, dtype=torch.float32 if shape["wide"] else torch.bfloat16)
-    pages = -(-S // 64)
-    drawn = maker.integers(256, min(POOL, (B * pages + 1) * 64), PACKING.nbytes, dtype=torch.uint8)
+    pages = -(-S // PAGE)
+    drawn = maker.integers(256, min(POOL, (B * pages + 1) * PAGE), PACKING.nbytes, dtype=torch.uint8)
     drawn[:, 64:] = 127 - spread + drawn[:, 64:] % (2 * spread + 1)
-    pool = drawn.repeat(-(-(B * pages + 1) * 64 // len(drawn)), 1)
+    pool = drawn.repeat(-(-(B * pages + 1) * PAGE // len(drawn)), 1)
     page = maker.distinct(B * pages, B * pages).unflatten(0, (B, pages)) + 1
-    table = (page[..., None] * 64 + torch.arange(64, device=page.device)).flatten(1)[:, :S].contiguous()
+    table = (page[..., None] * PAGE + torch.arange(PAGE, device=page.device)).flatten(1)[:, :S].contiguous()
+    if (run := shape.get("run", PAGE)) == 1:
+        table = maker.distinct(len(pool), B * S).view(B, S)
     back = (7 * torch.arange(B)[:, None] + torch.arange(Q).flip(0)).to(maker.device)
     return (q, weight, pool, table, (shape["seen"] - back).clamp(min=0), PACKING, torch.bfloat16,
-            16 if shape["tile"] else None, _among(shape, maker) if shape["among"] else None, SIZE)
+            16 if shape["tile"] else None, _among(shape, maker) if shape["among"] else None, SIZE, run)
 
 
 def _among(shape: Shape, maker: Maker) -> torch.Tensor:
