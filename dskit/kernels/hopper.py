@@ -22,7 +22,7 @@ Shapes
     entries of 288 (e2m1 in groups of 16).
 
 Units
-    Of the 64K registers a thread of each adding group has 160, of `weigh` 80, of `bring` 112.  Shared memory:
+    Of the 64K registers a thread of each adding group has 160, of `weigh` 72, of `bring` 120.  Shared memory:
     64 KB queries, two tiles of 64 KB, two of 8 KB of weights.
 
 Errors
@@ -50,7 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dskit.kernels import common, mla
 
 HEADS, PAIRS = 64, 256
-REGISTERS = 160, 80, 112  # a thread of an adding group, of `weigh`, of `bring`
+REGISTERS = 160, 72, 120  # a thread of an adding group, of `weigh`, of `bring`
 FLOOR, LOG2E, UNIT = (gl.constexpr(one.value) for one in (mla.FLOOR, mla.LOG2E, mla.UNIT))
 E2M1_TIMES = mla.E2M1_TIMES
 bf16_pair, from_bf16_pair, from_fp32_pair, rounded_bf16 = (

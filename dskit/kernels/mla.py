@@ -21,7 +21,8 @@ Tiling
     channels keep their order, and a tile goes from memory to the tensor cores without passing through
     registers, while the next one arrives.
 
-    On Hopper the released widths and packings have a kernel in hopper.py, which is faster than both.
+    On Hopper the released widths have kernels that are faster than both: packed as they are released in
+    hopper.py, as numbers in hopper_numbers.py.
 
 Shapes
     q [T, A, H] of bfloat16, turn complex64 [T, pairs], caches uint8 [S, nbytes] or bfloat16 [S, H], rows to
@@ -520,11 +521,14 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
     sink, out_words = sink_A.detach().float(), out.view(torch.int32)
     q, read_TW = q_TAH.contiguous().view(torch.int32), read_TW.contiguous()
     entries_SH, chosen_TK = (entries_SH, chosen_TK.contiguous()) if K else (None, None)
-    if fmt is None and packings and common.capability(q) == 90:
-        from dskit.kernels import hopper  # which cannot be interpreted
+    if fmt is None and common.capability(q) == 90:
+        from dskit.kernels import hopper, hopper_numbers  # which cannot be interpreted
 
-        if hopper.takes(q_TAH, window_SH, packings):
+        if packings and hopper.takes(q_TAH, window_SH, packings):
             hopper.attend(q, turn, window_SH, read_TW, entries_SH, chosen_TK, sink, out_words, steady)
+            return out
+        if hopper_numbers.takes(q_TAH, turn_T, window_SH, entries_SH):
+            hopper_numbers.attend(q, turn, window_SH, read_TW, entries_SH, chosen_TK, sink, out_words)
             return out
     window_form = _form(window_SH, window_packing, H)
     entry_form = _form(entries_SH, entry_packing, H) if K else window_form

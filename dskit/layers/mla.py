@@ -281,11 +281,9 @@ class Attention(nn.Module):
     def many(self, step, cache: Tensor) -> bool:
         """Whether a step has so many rows that packed ones are laid out for it, as numbers of the same value.
 
-        Where all channels are codes, the kernel for Hopper reads them faster as they are.  A kernel adds
-        numbers up in another order, so not where a row's bits must be the same in any step.
+        A kernel adds numbers up in another order, so not where a row's bits must be the same in any step.
         """
-        coded = not self.packing("window").tail
-        return is_packed(cache) and not coded and len(step.ids) >= MANY_ROWS and not self.numerics.steady
+        return is_packed(cache) and len(step.ids) >= MANY_ROWS and not self.numerics.steady
 
     def lay_out(self, step, shared: Global) -> list[Segment]:
         """The step's segments with tables of what attention reads: rows of the entries or of their line."""

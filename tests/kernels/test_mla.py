@@ -15,7 +15,7 @@ from dskit.testing import Maker, all_cases, assert_close
 NAME = "mla.attend_cached"
 CASES = all_cases()[NAME]
 SHAPE = {"rows": 1, "heads": 2, "width": 64, "turned": 20, "window": 20, "chosen": 40, "size": 50}
-REAL = CASES.frozen[0] | {"size": 4096}  # what hopper.py takes
+REAL = CASES.frozen[0] | {"size": 4096}  # what hopper.py takes, and as numbers hopper_numbers.py
 SHAPES = {c["BLOCK"]: c for c in mla.CANDIDATES[NAME]}  # warps and stages mean nothing here
 
 
@@ -62,7 +62,10 @@ def test_a_row_alone_has_the_bits_it_has_beside_others_where_that_is_asked_for(d
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [{"rows": 3}, {"rows": 140, "sinks": 1}, {"rows": 2, "chosen": 0},
                                    {"rows": 300, "chosen": 200, "seen": 70, "fits": 100},
-                                   {"rows": 9, "seen": 1, "fits": 0}, {"rows": 5, "seen": 0, "fits": 0}])
+                                   {"rows": 9, "seen": 1, "fits": 0}, {"rows": 5, "seen": 0, "fits": 0},
+                                   {"rows": 300, "numbers": 1}, {"rows": 2, "chosen": 0, "numbers": 1},
+                                   {"rows": 140, "seen": 70, "fits": 100, "sinks": 1, "numbers": 1},
+                                   {"rows": 140, "seen": 0, "fits": 0, "numbers": 1}])
 def test_rows_of_the_released_widths_are_right_split_and_whole(device, shape):
     args = CASES.make(REAL | shape, Maker(device))
     want = CASES.oracle(args)
