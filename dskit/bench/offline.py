@@ -73,7 +73,7 @@ class Hollow(Maker):
 class Launches:
     """Takes the place of `JITFunction.run`: compiles, launches nothing, and keeps what was compiled."""
 
-    def __init__(self, arch: int):
+    def __init__(self, arch: int, processors: int = 0):
         from triton.backends.compiler import GPUTarget
         from triton.runtime import JITFunction, driver
 
@@ -81,7 +81,7 @@ class Launches:
 
         if common.INTERPRET:
             raise RuntimeError("TRITON_INTERPRET=1 runs kernels instead of compiling them; unset it")
-        common.pretend(arch, PARTS[arch][0])
+        common.pretend(arch, processors or PARTS[arch][0])
         self.arch, self.compiled = arch, []  # pairs of kernel and grid
         run = JITFunction.run
         target = GPUTarget("cuda", arch, 32)

@@ -4,7 +4,8 @@ Idea
     A kernel asks `common.tuned` for its configuration and lists those worth timing in CANDIDATES.  At each
     shape of the case tables they run in turn on inputs that the L2 has not seen, as `dskit bench kernels`
     times, each checked against the default first; a kernel of several parts is tuned part by part.  What is
-    not LEAST faster than the default leaves the default.  Many processes compile before one times.
+    not LEAST faster than the default leaves the default.  Many processes compile before one times, without
+    launching anything (offline.py), so that their arguments take no memory.
 
 Shapes
     tuned.json: GPU -> kernel -> {date, driver, torch, triton, commit, sizes}, each size {key, config, us,
@@ -38,7 +39,7 @@ import torch
 from dskit import ops
 from dskit.bench import kernels, pool, records, timing, worker
 from dskit.flags import KernelsArgs
-from dskit.testing import Cases, all_cases, assert_close, outputs
+from dskit.testing import Cases, Shape, all_cases, assert_close, outputs
 
 Record = dict[str, Any]
 LEAST = 0.02  # what a configuration must gain to be taken
@@ -70,7 +71,7 @@ def main(args: Any) -> int:
 
 
 def compile_all(jobs: list[Record], options: worker.Options, end: float) -> None:
-    """Run every candidate once, as many jobs at a time as there are cores.
+    """Compile every candidate, as many jobs at a time as there are cores.
 
     An op's shapes share most of what is compiled, so they are taken one after the other, not at once.
     """
@@ -165,11 +166,11 @@ def device() -> timing.Device:
 
 
 def run(job: Record, options: worker.Options) -> Record:
-    """The sizes of one call and why candidates failed; with `part`, one part of the candidates runs once."""
+    """The sizes of one call and why candidates failed; with `part`, one part of them is only compiled."""
     cases = all_cases()[job["op"]]
     try:
         implementation = ops.find(cases.op).implementation("triton")
-        args = worker.made(cases, job["shape"], options)
+        args = hollow(cases, job["shape"]) if "part" in job else worker.made(cases, job["shape"], options)
         refused = implementation.why_not(args, {})
         if refused:
             return {"reason": refused}
@@ -181,8 +182,27 @@ def run(job: Record, options: worker.Options) -> Record:
         return {"reason": timing.said(error)}
 
 
+def hollow(cases: Cases, shape: Shape) -> tuple:
+    """Arguments in memory that nobody fills, for launches that from now on compile and no more."""
+    from dskit.bench import offline  # which compiles what is tuned here
+
+    launch_nothing()
+    return cases.make(shape, offline.Hollow())
+
+
+@functools.cache
+def launch_nothing() -> None:
+    """Compile what this process launches, for its GPU; the interpreter has nothing to compile."""
+    from dskit.bench import offline
+    from dskit.kernels import common
+
+    if not common.INTERPRET:
+        gpu = torch.cuda.get_device_properties()
+        offline.Launches(10 * gpu.major + gpu.minor, gpu.multi_processor_count)
+
+
 def compiled(part: int, function: Callable, args: tuple) -> Record:
-    """Run every PARTS-th candidate of each kernel once."""
+    """Call every PARTS-th candidate of each kernel once."""
     for name in wanted(function, args):
         for config in candidates()[name][part::PARTS]:
             try:
