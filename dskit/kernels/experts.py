@@ -11,7 +11,7 @@ Idea
                    answers are not rounded to few bits once more, or where `numerics.token` allows it
         windows    the same with each token twice: integers, whose sums are nearly exact, and what they leave
         further    a tile of 64 tokens and 16 more share what was restored: an expert that 64 tokens meet on
-                   average is met by 80 at most, nearly always
+                   average is met by 80 at most, nearly always; on Hopper such tiles are grouped.py's
         up         rows of gate over rows of up in one tile, so that clamp, SiLU, routing weight, both
                    roundings and the 1x32 scale are the epilogue; writes h, quantised and restored
         down       the second product, a row for each token and expert; `combine` adds them in slot order
@@ -54,8 +54,10 @@ from torch import Tensor
 from dskit import ops
 from dskit.kernels import moe, operands
 from dskit.kernels.common import (
+    INTERPRET,
     cdiv,
     dot,
+    from_e2m1,
     from_e8m0,
     layout,
     narrow,
@@ -72,12 +74,18 @@ Numerics = Any
 
 
 def _config(way: str, tokens: int, features: int, step: int, warps: int, stages: int, more: int = 0,
-            registers: int | None = None) -> dict[str, int | str | None]:
+            registers: int | None = None, groups: int = 0) -> dict[str, int | str | None]:
     """Operands; tokens of a tile and more; weight rows (half of gate, half of up); channels of a step; the
-    most registers of a thread, where one more program at a time gains more than spilling costs.
+    most registers of a thread, where one more program at a time gains more than spilling costs; how many
+    groups of warps multiply beside one that brings (grouped.py), 0: each warp does both.
     """
     return {"way": way, "tokens": tokens, "more": more, "features": features, "step": step,
-            "num_warps": warps, "num_stages": stages, "maxnreg": registers}
+            "num_warps": warps, "num_stages": stages, "maxnreg": registers, "groups": groups}
+
+
+def _grouped(way: str, stages: int) -> dict[str, int | str | None]:
+    """Tiles of grouped.py."""
+    return _config(way, 64, 192, 256, 4, stages, more=16, groups=3)
 
 
 # most rows that an expert has on average, rounded down -> its tiles; few tokens are many small programs
@@ -87,16 +95,16 @@ CONFIGS = {0: _config("numbers", 16, 64, 256, 4, 4), 10: _config("numbers", 16, 
 # the same of MXFP4 where a tensor core takes e4m3
 FEW = _config("windows", 8, 64, 256, 4, 4, registers=128)
 SOME = _config("codes", 16, 64, 256, 4, 4, registers=128)
-MANY = _config("codes", 64, 64, 256, 4, 3, more=16)
-MXFP4 = {"up": {4: FEW, 24: _config("numbers", 16, 64, 256, 4, 4),
-                1 << 62: _config("numbers", 64, 128, 128, 4, 3, more=16)},
-         "down": {4: FEW, 24: SOME, 1 << 62: MANY}}
-TOKEN = {24: SOME, 1 << 62: MANY}
+MANY = {"numbers": _grouped("numbers", 3), "codes": _grouped("codes", 4)}
+MXFP4 = {"up": {4: FEW, 24: _config("numbers", 16, 64, 256, 4, 4), 1 << 62: MANY["numbers"]},
+         "down": {4: FEW, 24: SOME, 1 << 62: MANY["codes"]}}
+TOKEN = {24: SOME, 1 << 62: MANY["codes"]}
+OTHERWISE = {"numbers": _config("numbers", 64, 128, 128, 4, 3, more=16),
+             "codes": _config("codes", 64, 64, 256, 4, 3, more=16)}  # where grouped.py cannot
 WINDOWS = {"numbers": 1, "codes": 1, "windows": 2}
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*MXFP4["up"].values(), *TOKEN.values(), _config("numbers", 8, 64, 256, 4, 4))
-TRIED_TOKEN = (*TOKEN.values(), _config("codes", 16, 64, 256, 4, 3, registers=128),
-               _config("codes", 64, 128, 256, 8, 3, more=16))
+TRIED = (*MXFP4["up"].values(), *TOKEN.values(), *OTHERWISE.values(), _config("numbers", 8, 64, 256, 4, 4))
+TRIED_TOKEN = (*TOKEN.values(), OTHERWISE["codes"], _config("codes", 16, 64, 256, 4, 3, registers=128))
 CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
               "moe.experts/up_token": TRIED_TOKEN, "moe.experts/down_token": TRIED_TOKEN}
 
@@ -105,7 +113,7 @@ CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
 
 @triton.jit
 def _tiles_kernel(end_ptr, tile_ptr, E, BLOCK_N: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """(expert, first row, last row + 1) of each tile of up to BLOCK_N rows; expert E: no such tile."""
+    """(expert, first row, last row + 1, 0) of each tile of up to BLOCK_N rows; expert E: no such tile."""
     e = tl.arange(0, BINS)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = tl.load(end_ptr + e, mask=e < E, other=0)
@@ -115,9 +123,10 @@ def _tiles_kernel(end_ptr, tile_ptr, E, BLOCK_N: tl.constexpr, BINS: tl.constexp
     expert = tl.sum((before[None, :] <= tile[:, None]).to(tl.int32), axis=1)
     at = tl.minimum(expert, BINS - 1)
     row = tl.gather(begin, at, 0) + (tile - tl.gather(before - tiles, at, 0)) * BLOCK_N
-    tl.store(tile_ptr + 3 * tile, tl.minimum(expert, E))
-    tl.store(tile_ptr + 3 * tile + 1, row)
-    tl.store(tile_ptr + 3 * tile + 2, tl.minimum(row + BLOCK_N, tl.gather(end, at, 0)))
+    tl.store(tile_ptr + 4 * tile, tl.minimum(expert, E))
+    tl.store(tile_ptr + 4 * tile + 1, row)
+    tl.store(tile_ptr + 4 * tile + 2, tl.minimum(row + BLOCK_N, tl.gather(end, at, 0)))
+    tl.store(tile_ptr + 4 * tile + 3, 0)
 
 
 # ---- the products ------------------------------------------------------------------------------------------
@@ -329,7 +338,7 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
         _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, begin + 1, N,
                  limit, NARROW, 0, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP, BLOCK_M, WINDOWS)
     else:
-        tile_ptr += 3 * tl.program_id(1)
+        tile_ptr += 4 * tl.program_id(1)
         expert = tl.load(tile_ptr).to(tl.int64)
         begin, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         if expert < E:
@@ -346,6 +355,34 @@ def _product_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr
                 _product(x_ptr, xs_ptr, w_ptr, s_ptr, order_ptr, weight_ptr, y_ptr, expert, begin, end, N,
                          limit, BLOCK_N, MORE, K, J, CODES, SCALE_N, SCALE_K, UP, LIMITED, GROUP, STEP,
                          BLOCK_M, WINDOWS)
+
+
+@triton.jit
+def _again_kernel(x_ptr, xs_ptr, w_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, N, limit,
+                  K: tl.constexpr, UP: tl.constexpr, LIMITED: tl.constexpr, GROUP: tl.constexpr,
+                  STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of grouped.py whose weights' scales are too far apart to be folded: each group a product."""
+    tile_ptr += 4 * tl.program_id(0)
+    if tl.load(tile_ptr + 3) != 0:
+        expert = tl.load(tile_ptr).to(tl.int64)
+        begin, end = tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+        ROWS: tl.constexpr = BLOCK_M // 2 if UP else BLOCK_M
+        row, r, channel = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, 32)
+        inside = row < end
+        slot = tl.load(order_ptr + row, mask=inside, other=0)
+        for first in range(tl.program_id(1) * ROWS, N, tl.num_programs(1) * ROWS):
+            feature = tl.minimum(first + r % ROWS, N - 1) + r // ROWS * N
+            feature += expert * (2 * N if UP else N)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for group in range(K // 32):
+                word = tl.load(w_ptr + feature[:, None] * (K // 8) + group * 4 + channel[None, :] // 8)
+                w = narrow(from_e2m1(word >> channel[None, :] % 8 * 4 & 15), tl.bfloat16)
+                at = operands.place(group * 32 + channel, STEP)[:, None]
+                x = tl.load(x_ptr + row[None, :].to(tl.int64) * K + at, mask=inside[None, :])
+                scale = from_e8m0(tl.load(s_ptr + feature * (K // 32) + group))
+                acc += scale[:, None] * dot(w, narrow(x.to(tl.float32), tl.bfloat16), tl.zeros_like(acc))
+            acc *= tl.load(xs_ptr + row, mask=inside, other=0.0)[None, :]
+            _answer(acc, y_ptr, weight_ptr, begin, inside, slot, first, N, limit, UP, LIMITED, GROUP)
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
@@ -365,20 +402,22 @@ def _stored(weight: Experts) -> tuple[Tensor, Tensor | None]:
 
 
 def _tiles(end_E: Tensor, rows: int, tokens: int) -> Tensor:
-    """[most tiles there can be, 3] int32: expert, first row, last row + 1."""
+    """[most tiles there can be, 4] int32: expert, first row, last row + 1, whether to do it again."""
     E = len(end_E)
     block = 32
     count = cdiv(min(rows, E + rows // tokens), block) * block
-    tile = torch.empty(count, 3, dtype=torch.int32, device=end_E.device)
+    tile = torch.empty(count, 4, dtype=torch.int32, device=end_E.device)
     _tiles_kernel[(count // block,)](end_E, tile, E, tokens, max(32, pow2(E + 1)), block)
     return tile
 
 
-def _operands(x: Tensor, weight: Experts, config: dict) -> tuple[Tensor, Tensor | None]:
+def _operands(x: Tensor, weight: Experts, config: dict, place: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Tokens as a product reads them, and their scales where weights' scales are folded."""
+    wide = config["groups"] > 0
+    place = place if wide else None
     if config["way"] == "numbers":
-        return operands.spread(x, _layout(weight)[0], config["step"]), None
-    return operands.folded(x, config["step"], WINDOWS[config["way"]])
+        return operands.spread(x, _layout(weight)[0], config["step"], wide, place), None
+    return operands.folded(x, config["step"], WINDOWS[config["way"]], wide, place)
 
 
 def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
@@ -392,12 +431,20 @@ def _configuration(part: str, rows: int, each: int, weight: Experts, features: i
     config = up_to(table, 16 if numerics.steady else each)
     if not numerics.steady:
         config = tuned(name, (rows, weight.experts, features, weight.in_features, codes), config)
-    if config["way"] != "numbers":
+    if config["groups"] and not _whole(weight, group):
+        config = OTHERWISE[config["way"]]
+    if config["way"] != "numbers" or config["groups"]:
         return config
     step = min(config["step"], max(64, 32 * codes))
     while step > 16 * codes and weight.in_features % step:  # a tensor core takes 16 words
         step //= 2
     return {**config, "features": max(group, min(config["features"], pow2(features))), "step": step}
+
+
+def _whole(weight: Experts, group: int) -> bool:
+    """Whether grouped.py takes these weights: whole steps, its 64 rows, groups that 32 features are."""
+    return (not INTERPRET and group in (0, 1, 64) and weight.in_features % 256 == 0
+            and weight.out_features % 64 == 0 and weight.weight.data_ptr() % 16 == 0)
 
 
 def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, int], tile: Tensor, rows: int,
@@ -408,6 +455,15 @@ def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, i
     share, limit, group = up or (None, 0.0, 1)
     N = weight.out_features // 2 if up else weight.out_features
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
+    if config["groups"]:
+        from dskit.kernels import grouped  # which cannot be interpreted
+
+        grouped.multiply(x, xs, words, scale, tile, order, up, y, config["num_stages"])
+        if xs is not None:
+            _again_kernel[len(tile), 8](
+                x, xs, words, scale, tile, order, share, y, N, limit, weight.in_features, up is not None,
+                limit > 0, group, config["step"], 64, pow2(config["tokens"] + config["more"]))
+        return y
     grid = (cdiv(weight.out_features, config["features"]), len(tile))
     _product_kernel[grid](
         x, xs, words, scale, tile, order, share, y, N, weight.experts, limit, weight.in_features, J, codes,
@@ -439,9 +495,9 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
         width, width2 = (config["tokens"] + config["more"] for config in (up, down))
         tile = _tiles(end, T * J, width)
         tile2 = tile if width2 == width else _tiles(end, T * J, width2)
-    h = _multiply(*_operands(x_TD, w13, up), w13, up, tile, T * J, J, order,
+    h = _multiply(*_operands(x_TD, w13, up, place), w13, up, tile, T * J, J, order,
                   (weight_TJ.contiguous(), limit, group))
-    y = _multiply(*_operands(h, w2, down), w2, down, tile2, T * J, 1, order, None)
+    y = _multiply(*_operands(h, w2, down, None), w2, down, tile2, T * J, 1, order, None)
     return moe._collect(y, place, shared_TD, numerics.dtype, rows)
 
 

@@ -11,7 +11,7 @@ Idea
                    1.2 operations a code
         order      inside a step K is walked as codes come out of the words, and tokens are laid out likewise
                    beforehand: in bfloat16 (`spread`), or in e4m3 with one scale a row, in one window or
-                   two (`folded`)
+                   two (`folded`); `wide` where a thread has eight words of a row (grouped.py)
 
 Shapes
     words int32 [rows, words of a step]; byte or shift alike; x [T, K] -> [T, windows * steps * step], zeros
@@ -188,60 +188,102 @@ def codes(words, shift):
 # ---- tokens ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _spread_kernel(x_ptr, out_ptr, stride_x, WIDE, D: tl.constexpr, CODES: tl.constexpr, STEP: tl.constexpr,
-                   BLOCK: tl.constexpr):
-    """Tokens in bfloat16, channels in the order in which their weights' codes come out of the words, zeros up
-    to WIDE, the end of the last step.
+def _channel_of_numbers(p, CODES: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr):
+    """Which channel stands at p: codes i and i + 4 of a word are a pair, words are walked by firsts of two
+    neighbours, then by seconds; WIDE: a thread has eight neighbours.
     """
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    channel = d
-    if CODES > 1:
+    if CODES == 1:
+        return p
+    elif WIDE:
+        word = p // 2 % 4 * 8 + p // 8 % 4 * 2 + p // 128 % 2
+        code = p // 32 % 4 + p % 2 * 4
+    else:
         WORDS: tl.constexpr = STEP // CODES
-        p, word = d % STEP, d % WORDS
-        channel = (word - word % 2 + p // (STEP // 2)) * CODES  # one of two neighbours ...
-        channel += p // WORDS % (CODES // 2) + word % 2 * (CODES // 2) + d - p  # ... and a pair of its codes
-    x = ld(x_ptr + t * stride_x + channel, channel < D)
-    tl.store(out_ptr + t * WIDE + d, narrow(x, tl.bfloat16), mask=d < WIDE)
+        at, word = p % STEP, p % WORDS
+        code = at // WORDS % (CODES // 2) + word % 2 * (CODES // 2)
+        word += at // (STEP // 2) - word % 2
+    return p // STEP * STEP + word * CODES + code
 
 
 @triton.jit
-def _folded_kernel(x_ptr, out_ptr, scale_ptr, stride_x, K, WIDE, STEP: tl.constexpr, WINDOWS: tl.constexpr,
-                   BLOCK: tl.constexpr):
+def _channel_of_codes(p, STEP: tl.constexpr, WIDE: tl.constexpr):
+    """The same of e4m3, half a word after the other of each group; WIDE: of a thread's first, its second."""
+    group = p // 4 % 4 * 2 + p // 16 % 2 if WIDE else p // 4 % (STEP // 32)
+    return p // STEP * STEP + group * 32 + p // (STEP // 8) % 4 * 8 + p // (STEP // 2) % 2 * 4 + p % 4
+
+
+@triton.jit
+def place(channel, STEP: tl.constexpr):
+    """Where `folded` puts a channel, wide."""
+    word = channel % STEP // 8
+    at = channel // 4 % 2 * (STEP // 2) + word % 4 * (STEP // 8) + word // 4 % 2 * 16 + word // 8 * 4
+    return channel // STEP * STEP + at + channel % 4
+
+
+@triton.jit
+def _put(out_ptr, place_ptr, t, d, x, END, stride, J: tl.constexpr):
+    """Write a token's part to its J places, or to its own."""
+    for j in tl.static_range(J):
+        row = t
+        if place_ptr is not None:
+            row = tl.load(place_ptr + t * J + j)
+        tl.store(out_ptr + row * stride + d, x, mask=d < END)
+
+
+@triton.jit
+def _spread_kernel(x_ptr, out_ptr, place_ptr, stride_x, END, D: tl.constexpr, J: tl.constexpr,
+                   CODES: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens in bfloat16, channels in the order in which their weights' codes come out of the words, zeros up
+    to END, the end of the last step.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = _channel_of_numbers(d, CODES, STEP, WIDE)
+    x = ld(x_ptr + t * stride_x + channel, channel < D)
+    _put(out_ptr, place_ptr, t, d, narrow(x, tl.bfloat16), END, END, J)
+
+
+@triton.jit
+def _folded_kernel(x_ptr, out_ptr, scale_ptr, place_ptr, stride_x, K, END, J: tl.constexpr,
+                   STEP: tl.constexpr, WINDOWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """A row as e4m3 with one scale, in the order of `codes`; of two windows the first has integers up to 14,
     the second what they leave.
     """
-    row = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BLOCK)
-    channel = p // 4 % (STEP // 32) * 32 + p // (STEP // 8) % 4 * 8 + p // (STEP // 2) % 2 * 4 + p % 4
-    channel += p // STEP * STEP
-    x = ld(x_ptr + row * stride_x + channel, channel < K)
+    channel = _channel_of_codes(p, STEP, WIDE)
+    x = ld(x_ptr + t * stride_x + channel, channel < K)
     scale = scale_fp8(tl.max(tl.abs(x), axis=0))
     if WINDOWS == 2:
         scale *= 32.0
-    tl.store(scale_ptr + row, scale)
+    _put(scale_ptr, place_ptr, t, 0, scale, 1, 1, J)
     x *= inverse(scale)
     first = nearest(x) if WINDOWS == 2 else x
-    out_ptr += row * WINDOWS * WIDE + p
-    tl.store(out_ptr, e4m3_code(first), mask=p < WIDE)
+    _put(out_ptr, place_ptr, t, p, e4m3_code(first), END, WINDOWS * END, J)
     if WINDOWS == 2:
-        tl.store(out_ptr + WIDE, e4m3_code((x - first) * 512.0), mask=p < WIDE)
+        _put(out_ptr + END, place_ptr, t, p, e4m3_code((x - first) * 512.0), END, WINDOWS * END, J)
 
 
-def spread(x_TD: Tensor, codes: int, step: int) -> Tensor:
-    """Tokens in bfloat16, in the order of the codes, zeros to the end of the last step."""
-    (T, D), wide = x_TD.shape, cdiv(x_TD.shape[1], step) * step
+def spread(x_TD: Tensor, codes: int, step: int, wide: bool = False, place_TJ: Tensor | None = None) -> Tensor:
+    """Tokens in bfloat16, in the order of the codes, zeros to the end of the last step; at J places each."""
+    (T, D), end = x_TD.shape, cdiv(x_TD.shape[1], step) * step
+    J = 1 if place_TJ is None else place_TJ.shape[1]
     x, block = rows_of(x_TD), min(1024, pow2(D))
-    out = torch.empty(T, wide, dtype=torch.bfloat16, device=x.device)
-    _spread_kernel[(T, cdiv(wide, block))](x, out, x.stride(0), wide, D, codes, step, block)
+    out = torch.empty(T * J, end, dtype=torch.bfloat16, device=x.device)
+    _spread_kernel[(T, cdiv(end, block))](x, out, place_TJ, x.stride(0), end, D, J, codes, step, wide, block)
     return out
 
 
-def folded(x: Tensor, step: int, windows: int) -> tuple[Tensor, Tensor]:
-    """(rows in e4m3, windows one after the other, zeros to the end of the last step; their scales)."""
-    (R, K), wide = x.shape, cdiv(x.shape[1], step) * step
+def folded(x: Tensor, step: int, windows: int, wide: bool = False, place_TJ: Tensor | None = None
+           ) -> tuple[Tensor, Tensor]:
+    """(rows in e4m3, windows one after the other, zeros to the end of the last step; their scales); each at
+    J places.
+    """
+    (R, K), end = x.shape, cdiv(x.shape[1], step) * step
+    J = 1 if place_TJ is None else place_TJ.shape[1]
     x = rows_of(x)
-    out = torch.empty(R, windows * wide, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(R, dtype=torch.float32, device=x.device)
-    _folded_kernel[(R,)](x, out, scale, x.stride(0), K, wide, step, windows, pow2(wide), num_warps=8)
+    out = torch.empty(R * J, windows * end, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(R * J, dtype=torch.float32, device=x.device)
+    _folded_kernel[(R,)](x, out, scale, place_TJ, x.stride(0), K, end, J, step, windows, wide, pow2(end),
+                         num_warps=8)
     return out.view(torch.float8_e4m3fn), scale

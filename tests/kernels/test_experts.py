@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import dskit.model  # noqa: F401 - registers the ops
-from dskit.kernels import common, experts, moe, operands  # noqa: F401 - moe registers them
+from dskit.kernels import common, experts, grouped, moe, operands  # noqa: F401 - moe registers them
 from dskit.layers.linear import quantize
 from dskit.testing import Maker, all_cases, assert_close, outputs
 
@@ -31,6 +31,21 @@ def test_every_way_is_right(device, way, scales):
     assert {f"{NAME}/up", f"{NAME}/down"} <= asked.keys()
 
 
+@pytest.mark.slow
+def test_what_cannot_be_folded_is_done_again(device, monkeypatch):
+    """Tile by tile, where grouped.py has marked them: here all."""
+    def mark(x, xs, words, scale, tile, *_):
+        tile[:, 3] = tile[:, 0] < len(words)
+
+    monkeypatch.setattr(grouped, "multiply", mark)
+    monkeypatch.setattr(experts, "_whole", lambda *_: True)
+    shape = {"rows": 2, "width": 256, "experts": 1, "k": 1, "inner": 256, "extreme": 1}
+    args = CASES.make(shape, Maker(device))
+    config = experts._grouped("codes", 4)
+    with common.trial({f"{NAME}/up": config, f"{NAME}/down": config}):
+        assert_close(outputs(experts.experts(*args)), CASES.oracle(args), CASES.classes, "extreme scales")
+
+
 def test_one_scale_a_token(device):
     """Sums of many codes inside an FP8 tensor core move the roundings of h: right to a hundredth."""
     args = CASES.make(SHAPE | {"token": 1}, Maker(device))
@@ -49,3 +64,14 @@ def test_one_scale_holds_what_was_rounded_by_groups(device, windows, lost):
     found = found[:, 0] + found[:, 1:].sum(1) * operands.LOWER.value
     found = (found * scale[:, None]).sort(dim=1).values  # in whatever order
     assert ((found - x.sort(dim=1).values).abs() / x.abs().amax(1, keepdim=True)).max() <= lost
+
+
+def test_rows_of_an_engine_hold_every_channel_at_each_place_of_their_token(device):
+    place = torch.tensor([[0, 4], [5, 1], [2, 3]], device=device)
+    x = torch.randn(3, 416, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    rows = operands.spread(x, 8, 256, True, place)[place].float()
+    folded, scale = operands.folded(x, 256, 1, True, place)
+    folded = folded[place].float() * scale[place][..., None]
+    want = torch.nn.functional.pad(x, (0, 96)).float().sort(1).values[:, None].expand(-1, 2, -1)
+    assert torch.equal(rows.sort(2).values, want)
+    assert (folded.sort(2).values - want).abs().max() <= want.abs().max() / 16
