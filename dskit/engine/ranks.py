@@ -14,8 +14,8 @@ Votes: a prompt is begun when some rank wants to, `prefill_interval` decode step
 once), or when all ranks want to, every TOGETHER steps. The wish travels with the row of the step before.
 
 Ranks: `LLM(..., dp=2)` and `dskit serve --dp 2` start the others as fresh interpreters (never forked) on
-this node; under torchrun they are there already, and an `LLM` on another rank than 0 serves until rank 0
-closes it, then ends its process.
+this node, with the kernels that are chosen here; under torchrun they are there already, and an `LLM` on
+another rank than 0 serves until rank 0 closes it, then ends its process.
 
 Triton compiles a kernel when it is first launched, a minute's worth of them in the first steps of a new
 machine. On GPUs ranks therefore take steps of all kinds before they say that they have loaded.
@@ -24,7 +24,8 @@ Units: seconds.
 State: ranks end together. `close` on rank 0 ends all of them in order. Any failure of a step on any rank, a
 rank that is gone and one that is silent end the group: open requests get an error that says so, the other
 ranks' processes end with code 1, and rank 0's `failure` says why, so that a server can end as well.
-Errors: GroupError where the ranks do not fit the machine, or one does not come up.
+Errors: GroupError where the ranks do not fit the machine, would carry rows in different ways, or one does not
+come up.
 Source: engine.md sections 4.4, 11.2, 23, 25.
 """
 
@@ -68,7 +69,7 @@ SHARED = ("steps", "eplb_balance", "eplb_draft_balance", "eplb_rebalances", "epl
           "eplb_stall_ms")  # not summed
 EVERY = 2.0  # between two words about loading
 WARM = 8192  # positions of the longest sequence in the steps that compile kernels
-WAYS = "exchange.dispatch", "exchange.combine"
+WAYS = "exchange.dispatch", "exchange.combine"  # of which ranks must have chosen the same
 PAUSE = 0.02  # between two looks of a group that has nothing to do
 NAMES = {DECODE: "decode", PREFILL: "prefill"}
 

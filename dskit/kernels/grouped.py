@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dskit.kernels import common, moe, operands
+from dskit.kernels.hopper import _barriers
 
 STEP, GROUPS = gl.constexpr(256), 3
 REGISTERS = 152, 40  # a thread that multiplies, one that brings
@@ -301,14 +302,6 @@ def _multiply(ring, xs_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, items
 
 
 # ---- both --------------------------------------------------------------------------------------------------
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
-
 
 @gluon.jit(do_not_specialize=["tiles", "E"])
 def _grouped_fwd_kernel(x_desc, x2_desc, w_desc, xs_ptr, s_ptr, tile_ptr, order_ptr, weight_ptr, y_ptr, tiles,

@@ -228,10 +228,10 @@ def _bring(k_smem, bias_smem, k_full, k_empty, window_code_ptr, window_ptr, entr
 # ---- weigh -------------------------------------------------------------------------------------------------
 
 @gluon.jit
-def _turns(turn_ptr, token, pair, TURNS: gl.constexpr):
-    """(whether pairs of the right half turn, cosines, sines) [1, 128]."""
-    turned = pair >= 128 - TURNS
-    c, s = from_fp32_pair(gl.load(turn_ptr + token * TURNS + pair - (128 - TURNS), turned, other=0))
+def _turns(turn_ptr, token, pair, COUNT: gl.constexpr, TURNS: gl.constexpr):
+    """(whether pairs turn, cosines, sines) of the last COUNT pairs of a head, [1, pairs]."""
+    turned = pair >= COUNT - TURNS
+    c, s = from_fp32_pair(gl.load(turn_ptr + token * TURNS + pair - (COUNT - TURNS), turned, other=0))
     return turned[None, :], c[None, :], s[None, :]
 
 
@@ -243,7 +243,7 @@ def _queries(q_ptr, turn_ptr, q_smem, q_full, token, TURNS: gl.constexpr, SIDE: 
     at = (token * 64 + head) * 256 + 128 * SIDE + pair[None, :]
     a, b = from_bf16_pair(gl.load(q_ptr + at).to(gl.uint32, bitcast=True))
     if SIDE:
-        turned, c, s = _turns(turn_ptr, token, pair, TURNS)
+        turned, c, s = _turns(turn_ptr, token, pair, 128, TURNS)
         a, b = gl.where(turned, a * c - b * s, a), gl.where(turned, a * s + b * c, b)
     q_smem.index(SIDE).slice(0, 128, dim=1).store(a.to(gl.bfloat16))
     q_smem.index(SIDE).slice(128, 128, dim=1).store(b.to(gl.bfloat16))
@@ -343,7 +343,7 @@ def _add_up(q_smem, k_smem, p_smem, fade_smem, share_smem, q_full, k_empty, p_fu
             done += 1
             a, b = a * share, b * share
             if SIDE:
-                turned, c, s = _turns(turn_ptr, token, pair, TURNS)
+                turned, c, s = _turns(turn_ptr, token, pair, 128, TURNS)
                 a, b = gl.where(turned, a * c + b * s, a), gl.where(turned, b * c - a * s, b)
             at = (token * 64 + head[:, None]) * 256 + 128 * SIDE + pair[None, :]
             gl.store(out_ptr + at, bf16_pair(a, b).to(gl.int32, bitcast=True))

@@ -53,9 +53,9 @@ from dskit.kernels.hopper import (
     _expect,
     _full,
     _spans,
+    _turns,
     bf16_pair,
     from_bf16_pair,
-    from_fp32_pair,
     rounded_bf16,
 )
 
@@ -84,14 +84,6 @@ def _rows(tile, token, window, entry, read_ptr, chosen_ptr, W, K, LAYOUT: gl.con
         count, index_ptr = gl.where(own, W, K), gl.where(own, index_ptr, chosen_ptr + token * K)
     at += gl.arange(0, 64, LAYOUT)
     return gl.load(index_ptr + at, at < count, other=-1).to(gl.int32), own
-
-
-@gluon.jit
-def _turns(turn_ptr, token, pair, COUNT: gl.constexpr, TURNS: gl.constexpr):
-    """(whether pairs turn, cosines, sines) of the last COUNT pairs of a head, [1, pairs]."""
-    turned = pair >= COUNT - TURNS
-    c, s = from_fp32_pair(gl.load(turn_ptr + token * TURNS + pair - (COUNT - TURNS), turned, other=0))
-    return turned[None, :], c[None, :], s[None, :]
 
 
 # ---- bring -------------------------------------------------------------------------------------------------
