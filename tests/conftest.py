@@ -7,6 +7,8 @@ is imported. Fresh memory is filled with NaN, so that a row which is read before
 from __future__ import annotations
 
 import os
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,9 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeds() -> None:
-    """Every test starts from the same random state."""
+def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts from the same random state, that of requests without a seed included."""
+    from dskit.engine import seq
+
     torch.manual_seed(0)
+    monkeypatch.setattr(seq, "secrets", SimpleNamespace(randbits=random.Random(0).getrandbits))
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ def test_a_failed_step_under_overlap_ends_its_requests_and_no_other():
     from .mock import Runner
 
     e = engine(Runner(4, spoil={3: RuntimeError("device on fire")}), overlap=True)
-    victims = [e.submit([7, 8], SamplingParams(ignore_eos=True)), e.submit([9, 9], SamplingParams())]
+    victims = [e.submit(ids, SamplingParams(ignore_eos=True)) for ids in ([7, 8], [9, 9])]
     for _ in range(4):
         e.step()
     later = e.submit([3, 4], SamplingParams(seed=5))
