@@ -53,12 +53,13 @@ from dskit.engine.seq import (
     StepResult,
     TokenEvent,
 )
-from dskit.engine.spec import Outlook, allocate, capacity, pays, survivals
+from dskit.engine.spec import Outlook, allocate, capacity, pays, plainly_all, survivals
 from dskit.engine.tree import Node, PrefixTree
 
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 LONGEST_GUESS = 4096  # tokens: nobody is assumed to produce more than this from here on
 PROBE = 32  # steps without a draft until it is tried again
+REST = 8  # steps at most that verify every guess without a thought, since that was plainly the best
 USAGE_LIMIT = 0.9  # share of the blocks in use above which no new prompt is started
 
 
@@ -76,6 +77,9 @@ class Scheduler:
         self.outlook = Outlook()
         self.judged: dict[Sequence, tuple[list[float], int, int]] = {}  # survivals, judged, held
         self.silent = 0  # decode steps since a draft was worth its time
+        self.sure = -1  # thoughts in a row, but for the first, that all guesses plainly pay
+        self.rest = 0  # steps until the next thought
+        self.fates = [0, 0]  # guesses judged and held in the step before
         self.preemptions = 0
         self.rounds: deque[RoundRecord] = deque(maxlen=1 << 16)  # the newest ones
 
@@ -330,7 +334,7 @@ class Scheduler:
         """Give chunks the drafts that are worth a row, as far as limits and free blocks allow."""
         proposals = [chunk.seq.proposal for chunk in rows]
         lengths = [len(p.tokens) if p else 0 for p in proposals]
-        if rows and self.scheduling:
+        if rows and self.scheduling and not self.rest:
             lengths = self._schedule(rows)
         for chunk, proposal, length in zip(rows, proposals, lengths, strict=True):
             if not length:
@@ -359,18 +363,33 @@ class Scheduler:
         """Learn from the last rounds, and say whether the draft is to guess again behind this step, which the
         device has begun by now.
 
-        While it does not pay to guess, it is tried every PROBE steps.
+        While it does not pay to guess, it is tried every PROBE steps. While it plainly pays to verify every
+        guess, few steps are thought about, since that takes time too, until hardly a guess holds.
         """
         if plan.kind == "prefill" or not (plan.chunks and self.scheduling):
             return
+        if self.judged:
+            self._learn()
+        (judged, held), self.fates = self.fates, [0, 0]
+        if 4 * held < judged:
+            self.sure = -1
+        if self.rest:
+            self.rest = self.rest - 1 if self.sure > 0 else 0
+            return
+        hopes, cost = self._hopes([chunk.seq for chunk in plan.chunks]), self.cfg.step_cost
+        worth = pays(hopes, cost)
+        self.silent = 0 if worth or self.silent >= PROBE else self.silent + 1
+        self.sure = self.sure + 1 if worth and plainly_all(hopes, cost) else 0
+        self.rest = min(self.sure, REST)
+        for chunk in plan.chunks:
+            chunk.guess = not self.silent
+
+    def _learn(self) -> None:
+        """Let what became of guesses correct what is expected of the next ones."""
         told = self.outlook.learn(self.judged.values())
         for seq, (hopes, more) in zip(self.judged, told, strict=True):
             seq.hopes, seq.bias = hopes, seq.bias + more
         self.judged.clear()
-        worth = pays(self._hopes([chunk.seq for chunk in plan.chunks]), self.cfg.step_cost)
-        self.silent = 0 if worth or self.silent >= PROBE else self.silent + 1
-        for chunk in plan.chunks:
-            chunk.guess = not self.silent
 
     def _hopes(self, seqs: list[Sequence]) -> list[list[float]]:
         """Survivals of the guesses that the draft may make next."""
@@ -438,6 +457,7 @@ class Scheduler:
             held = min(len(events), len(round.sampled) - 1)
             seq.rounds, seq.drafted, seq.accepted = seq.rounds + 1, seq.drafted + judged, seq.accepted + held
             self.rounds.append(RoundRecord(seq.request_id, seq.proposal.confidence, judged, held))
+            self.fates = [self.fates[0] + judged, self.fates[1] + held]
         if seq.alive:
             self.judged[seq] = seq.alive, judged, held
             seq.alive = []

@@ -10,7 +10,8 @@ about guesses that nobody has seen, so it goes by what they have been worth late
 of them, and none, are among the choices, so the best is never expected to be slower than either. What became
 of guesses corrects the confidences of those to come. Around its best Theta is flat, which forgives tables and
 confidences that are a little wrong; only what a cut costs by itself, since requests that add unequally many
-rows take longer together, has to be gained first (MARGIN).
+rows take longer together, has to be gained first (MARGIN). Where to verify all is best by far (`plainly_all`)
+the scheduler spends no time on the question for some steps.
 
 A request's rows are admitted from the front, since survivals never rise. What decides must not look at the
 token that it decides on, or the output's law changes: `capacity` looks globally, but only at rounds that are
@@ -181,6 +182,13 @@ def capacity(hopes: Sequence[Sequence[float]], cost: StepCost) -> int:
 def pays(hopes: Sequence[Sequence[float]], cost: StepCost) -> bool:
     """Whether a draft for these requests promises more tokens a second than a step without one."""
     return max(_rates(hopes, cost)) > len(hopes) / cost(len(hopes))
+
+
+def plainly_all(hopes: Sequence[Sequence[float]], cost: StepCost) -> bool:
+    """Whether the least likely guess would be worth a row's mean time with half its chance."""
+    R, alive = len(hopes), [a for chain in hopes for a in chain]
+    tokens, (least, *_, most) = R + sum(alive), _times(cost, R, max(1, len(alive)))
+    return bool(alive) and min(alive) / 2 * len(alive) / tokens >= (most - least) / most
 
 
 def allocate(live: Sequence[Sequence[float]], count: int) -> list[int]:

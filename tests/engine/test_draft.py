@@ -208,6 +208,26 @@ def test_guessing_stops_where_it_does_not_pay_and_is_tried_again():
     assert told[G][0] >= told[G][1] - 2
 
 
+def test_few_steps_are_thought_about_while_all_guesses_pay_and_each_once_they_fall(monkeypatch):
+    """Ever fewer, to one in REST + 1; of those that fall behind token 360 two rounds at most are not."""
+    runner, thought = Guesser(4, right=lambda tokens: G if len(tokens) < 360 else 0), []
+    params = SamplingParams(temperature=0, max_tokens=370, ignore_eos=True)
+    cost = StepCost((1, 6), (10.0, 11.0))
+    monkeypatch.setattr(scheduler, "capacity", lambda hopes, cost: (
+        thought.append(runner.steps), capacity(hopes, cost))[1])
+    texts([([5, 6], params)], runner=runner, speculate="scheduled", step_cost=cost, num_blocks=100,
+          max_model_len=400)
+    gaps = [b - a for a, b in itertools.pairwise(step for step in thought if step <= 60)]
+    assert gaps == [min(1 + i, scheduler.REST + 1) for i in range(len(gaps))] and len(gaps) >= 9
+    assert set(range(63, runner.steps)) <= set(thought)
+
+
+def test_all_guesses_pay_plainly_where_half_their_chance_would_do():
+    flat, steep = StepCost((1, 6), (10.0, 11.0)), StepCost((1, 6), (10.0, 60.0))
+    assert spec.plainly_all([[0.9] * 5], flat) and not spec.plainly_all([[0.9] * 5], steep)
+    assert not spec.plainly_all([[0.9] * 4 + [0.0]], flat) and not spec.plainly_all([[]], flat)
+
+
 @pytest.mark.parametrize("accept", ["rejection", "coupled"])
 def test_how_many_rows_a_step_has_is_settled_before_its_guesses_are(monkeypatch, accept):
     """Other confidences in the third round's guesses; where texts depend on no lengths they may be seen."""
@@ -221,6 +241,7 @@ def test_how_many_rows_a_step_has_is_settled_before_its_guesses_are(monkeypatch,
             return _counted(runner, propose, args)
 
         runner.propose = asked
+        monkeypatch.setattr(scheduler, "REST", 0)
         monkeypatch.setattr(scheduler, "capacity", lambda hopes, cost, seen=seen: (
             seen.append(list(hopes)), capacity(hopes, cost))[1])
         settings = {"speculate": "scheduled", "accept": accept, "step_cost": COSTS["flat"]}
