@@ -40,11 +40,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dskit.kernels import common, moe, operands
-from dskit.kernels.hopper import _barriers
+from dskit.kernels.hopper import _barriers, engine_copy
 
 STEP, GROUPS = gl.constexpr(256), 3
 REGISTERS = 152, 40  # a thread that multiplies, one that brings
@@ -117,13 +117,13 @@ def _bring(ring, x_desc, x2_desc, w_desc, tile_ptr, items, N, K: gl.constexpr, U
             mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
             mbarrier.expect(bar, FEW, pred=end - begin <= 64)
             mbarrier.expect(bar, MANY, pred=more)
-            tma.async_copy_global_to_shared(x_desc, [begin, step * STEP], bar, x.index(stage))
-            tma.async_copy_global_to_shared(x2_desc, [begin + 64, step * STEP], bar, x2.index(stage), more)
+            engine_copy(x_desc, [begin, step * STEP], bar, x.index(stage))
+            engine_copy(x2_desc, [begin + 64, step * STEP], bar, x2.index(stage), more)
             for group in gl.static_range(GROUPS):
                 unused, first, second = _pair(expert, feature, N, UP, group)
                 at = 2 * (stage * GROUPS + group)
-                tma.async_copy_global_to_shared(w_desc, [first, step * (STEP // 8)], bar, w.index(at))
-                tma.async_copy_global_to_shared(w_desc, [second, step * (STEP // 8)], bar, w.index(at + 1))
+                engine_copy(w_desc, [first, step * (STEP // 8)], bar, w.index(at))
+                engine_copy(w_desc, [second, step * (STEP // 8)], bar, w.index(at + 1))
             n += 1
 
 

@@ -40,9 +40,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -56,6 +58,10 @@ E2M1_TIMES = mla.E2M1_TIMES
 bf16_pair, from_bf16_pair, from_fp32_pair, rounded_bf16 = (
     gluon.jit(helper.fn) for helper in (common.bf16_pair, common.from_bf16_pair, common.from_fp32_pair,
                                         common.rounded_bf16))
+
+# copies to shared memory, by threads and by an engine: Triton 3.8 gave them other names
+copy, engine_copy = (getattr(each, "async_load", None) or each.async_copy_global_to_shared
+                     for each in (async_copy, tma))
 
 # two pairs of e4m3 in $2, their scales times 2^120 in $3; zero: -0, which changes no product
 E4M3_TIMES = gl.constexpr("""{

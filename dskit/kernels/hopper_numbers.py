@@ -55,11 +55,13 @@ from dskit.kernels.hopper import (
     _spans,
     _turns,
     bf16_pair,
+    copy,
     from_bf16_pair,
     rounded_bf16,
 )
 
 MOST_TURNS = 32
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # by Triton 3.9
 REGISTERS = 160, 120, 72  # a thread of an adding group, of `weigh`, of `bring`
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 OUT = gl.constexpr(gl.DistributedLinearLayout(  # of [64, 128]: four in a row, the 16 rows of a warp of SUMS
@@ -91,14 +93,18 @@ def _rows(tile, token, window, entry, read_ptr, chosen_ptr, W, K, LAYOUT: gl.con
 @gluon.jit
 def _words(tile):
     """A tile of bfloat16 as words of two."""
-    return tile._reinterpret(gl.int32, [64, 128], gl.NVMMASharedLayout(128, 32))
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32)
+    if RENAMED:
+        return tile.reinterpret(gl.int32, [64, 128], LAYOUT)
+    else:
+        return tile._reinterpret(gl.int32, [64, 128], LAYOUT)
 
 
 @gluon.jit
 def _send(at, to, full, PARTS: gl.constexpr):
     """Send for half of the channels of 64 rows, or for less, 128 bytes of a row after the other."""
     for part in gl.static_range(PARTS):
-        async_copy.async_copy_global_to_shared(_words(to).slice(32 * part, 32, dim=1), at + 32 * part)
+        copy(_words(to).slice(32 * part, 32, dim=1), at + 32 * part)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 

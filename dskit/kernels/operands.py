@@ -192,16 +192,16 @@ def _channel_of_numbers(p, CODES: tl.constexpr, STEP: tl.constexpr, WIDE: tl.con
     """Which channel stands at p: codes i and i + 4 of a word are a pair, words are walked by firsts of two
     neighbours, then by seconds; WIDE: a thread has eight neighbours.
     """
-    if CODES == 1:
-        return p
-    elif WIDE:
-        word = p // 2 % 4 * 8 + p // 8 % 4 * 2 + p // 128 % 2
-        code = p // 32 % 4 + p % 2 * 4
-    else:
-        WORDS: tl.constexpr = STEP // CODES
-        at, word = p % STEP, p % WORDS
-        code = at // WORDS % (CODES // 2) + word % 2 * (CODES // 2)
-        word += at // (STEP // 2) - word % 2
+    word, code = p % STEP, 0
+    if CODES > 1:
+        if WIDE:
+            word = p // 2 % 4 * 8 + p // 8 % 4 * 2 + p // 128 % 2
+            code = p // 32 % 4 + p % 2 * 4
+        else:
+            WORDS: tl.constexpr = STEP // CODES
+            at, word = p % STEP, p % WORDS
+            code = at // WORDS % (CODES // 2) + word % 2 * (CODES // 2)
+            word += at // (STEP // 2) - word % 2
     return p // STEP * STEP + word * CODES + code
 
 

@@ -18,8 +18,8 @@ Units
     Shared memory: 8 KB of queries for each of ROWS, four pages of 8 KB, of which 4,352 bytes are used.
 
 Errors
-    Gluon, in which this is written, is compiled only: `takes` says for what.  indexer.py has the kernel for
-    the rest and for the interpreter.
+    Gluon, in which this is written, is compiled only, and by Triton before 3.8: `takes` says for what.
+    indexer.py has the kernel for the rest and for the interpreter.
 
 Source
     kernels.md 1.5, 2.3.
@@ -28,6 +28,7 @@ Source
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dskit.kernels import common
 from dskit.kernels.common import cdiv
+from dskit.kernels.hopper import copy
 
 HEADS, PAGE, STAGES = 32, 64, 4
 # an H200, 2026-11-30: programs per processor, as many as it holds at once, and a thread's registers
@@ -49,6 +51,8 @@ CANDIDATES = {"indexer.scores_cached/pages": tuple(
     ((3, 128), (4, 128), (8, 128), (5, 96), (3, 168)))}
 e2m1_low, e2m1_high, from_bf16_pair, inverse = (gluon.jit(helper.fn) for helper in (
     common.e2m1_low, common.e2m1_high, common.from_bf16_pair, common.inverse))
+
+OLD = not hasattr(async_copy, "async_load")  # Triton before 3.8: its successors refuse such views of a page
 
 # Layouts, of four warps.  In a tile of sums [keys, columns] and a page [keys, bytes] of registers, bits of a
 # row are these bits of a key: neighbours are in one thread.
@@ -98,7 +102,7 @@ def _bring(to, word_ptr, row):
     """Send for the page that begins with a row of the pool."""
     word = gl.arange(0, 2048, COPY)
     page = (row.to(gl.int32) >> 6).to(gl.int64) * 1088
-    async_copy.async_copy_global_to_shared(to, word_ptr + page + word, word < 1088)
+    copy(to, word_ptr + page + word, word < 1088)
     async_copy.commit_group()
 
 
@@ -178,7 +182,7 @@ def _indexer_scores_pages_fwd_kernel(q_ptr, weight_ptr, word_ptr, table_ptr, vis
         for stage in gl.static_range(STAGES):
             at = start + 64 * stage
             async_copy.wait_group(STAGES - 2)
-            gl.thread_barrier()
+            tl.debug_barrier()
             _bring(stages[(stage + STAGES - 1) % STAGES], word_ptr, here)
             table_ptr += 64
             here, then = then, gl.load(table_ptr + 64 * STAGES, at + 64 * (STAGES + 1) < limit, other=0)
@@ -205,7 +209,7 @@ def _indexer_scores_pages_fwd_kernel(q_ptr, weight_ptr, word_ptr, table_ptr, vis
 
 def takes(q_BQXY: Tensor, pool: Tensor, run: int) -> bool:
     """Whether these queries, over a table of such runs, are for this kernel."""
-    return (q_BQXY.shape[2] == HEADS and q_BQXY.dtype == torch.bfloat16 and run % PAGE == 0
+    return (OLD and q_BQXY.shape[2] == HEADS and q_BQXY.dtype == torch.bfloat16 and run % PAGE == 0
             and pool.data_ptr() % 16 == 0)
 
 
