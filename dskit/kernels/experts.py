@@ -54,7 +54,6 @@ from torch import Tensor
 from dskit import ops
 from dskit.kernels import moe, operands
 from dskit.kernels.common import (
-    INTERPRET,
     cdiv,
     dot,
     from_e2m1,
@@ -431,20 +430,16 @@ def _configuration(part: str, rows: int, each: int, weight: Experts, features: i
     config = up_to(table, 16 if numerics.steady else each)
     if not numerics.steady:
         config = tuned(name, (rows, weight.experts, features, weight.in_features, codes), config)
-    if config["groups"] and not _whole(weight, group):
-        config = OTHERWISE[config["way"]]
+    if config["groups"]:
+        from dskit.kernels import grouped  # which is not interpreted
+
+        config = config if grouped.takes(weight, group) else OTHERWISE[config["way"]]
     if config["way"] != "numbers" or config["groups"]:
         return config
     step = min(config["step"], max(64, 32 * codes))
     while step > 16 * codes and weight.in_features % step:  # a tensor core takes 16 words
         step //= 2
     return {**config, "features": max(group, min(config["features"], pow2(features))), "step": step}
-
-
-def _whole(weight: Experts, group: int) -> bool:
-    """Whether grouped.py takes these weights: whole steps, its 64 rows, groups that 32 features are."""
-    return (not INTERPRET and group in (0, 1, 64) and weight.in_features % 256 == 0
-            and weight.out_features % 64 == 0 and weight.weight.data_ptr() % 16 == 0)
 
 
 def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, int], tile: Tensor, rows: int,
@@ -456,7 +451,7 @@ def _multiply(x: Tensor, xs: Tensor | None, weight: Experts, config: dict[str, i
     N = weight.out_features // 2 if up else weight.out_features
     y = torch.empty(rows, N, dtype=torch.bfloat16, device=x.device)
     if config["groups"]:
-        from dskit.kernels import grouped  # which cannot be interpreted
+        from dskit.kernels import grouped
 
         grouped.multiply(x, xs, words, scale, tile, order, up, y, config["num_stages"])
         if xs is not None:

@@ -36,6 +36,8 @@ Source
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -328,6 +330,13 @@ def _grouped_fwd_kernel(x_desc, x2_desc, w_desc, xs_ptr, s_ptr, tile_ptr, order_
 
 
 # ---- on the host -------------------------------------------------------------------------------------------
+
+def takes(weight: Any, group: int) -> bool:
+    """Whether such weights (linear.Experts) are for this kernel, activated in groups that 32 features are."""
+    whole = weight.in_features % STEP.value == 0 and weight.out_features % 64 == 0
+    return (common.capability(weight.weight) == 90 and weight.fmt == "fp4" and whole and group in (0, 1, 64)
+            and weight.weight.data_ptr() % 16 == 0)
+
 
 def _described(rows: Tensor, height: int, channels: int, dtype: gl.dtype) -> TensorDescriptor:
     """Rows as an engine copies them, a tile of so many at a time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -38,12 +40,26 @@ def test_what_cannot_be_folded_is_done_again(device, monkeypatch):
         tile[:, 3] = tile[:, 0] < len(words)
 
     monkeypatch.setattr(grouped, "multiply", mark)
-    monkeypatch.setattr(experts, "_whole", lambda *_: True)
+    monkeypatch.setattr(common, "capability", lambda tensor: 90)
     shape = {"rows": 2, "width": 256, "experts": 1, "k": 1, "inner": 256, "extreme": 1}
     args = CASES.make(shape, Maker(device))
     config = experts._grouped("codes", 4)
     with common.trial({f"{NAME}/up": config, f"{NAME}/down": config}):
         assert_close(outputs(experts.experts(*args)), CASES.oracle(args), CASES.classes, "extreme scales")
+
+
+@pytest.mark.parametrize(("sm", "fmt", "channels", "taken"), [
+    (0, "fp4", 256, 0), (89, "fp4", 256, 0), (90, "fp4", 256, 3), (90, "fp4", 384, 0), (90, "fp8", 256, 0),
+    (100, "fp4", 256, 0)])
+def test_only_hopper_groups_tiles_of_many_tokens(monkeypatch, sm, fmt, channels, taken):
+    """Whatever a table says: other GPUs have no such products, other formats no such codes."""
+    monkeypatch.setattr(common, "capability", lambda tensor: sm)
+    weight = SimpleNamespace(weight=torch.empty(16), scale=torch.empty(1), fmt=fmt, block=(32, 32), experts=4,
+                             in_features=channels, out_features=128)
+    numerics = SimpleNamespace(token=False, steady=False)
+    with common.trial({f"{NAME}/{part}": experts._grouped("codes", 4) for part in ("up", "down")}):
+        for part, group in (("up", 64), ("down", 1)):
+            assert experts._configuration(part, 512, 128, weight, 64, group, numerics)["groups"] == taken
 
 
 def test_one_scale_a_token(device):
