@@ -114,6 +114,7 @@ def test_a_limit_inside_the_thinking_offers_more_room(page):
     page.click("text=Settings")
     page.fill("#limit input[type=number]", "6")
     page.press("#limit input[type=number]", "Tab")
+    page.wait_for_timeout(300)  # no hand is faster; the page hands its settings on in its next frame
     ask(page, "What is a harbour?")
     page.wait_for_selector("#chat >> text=Thought, ran out of tokens")
     for _ in range(4):  # 12, 24, 48, 96 tokens
