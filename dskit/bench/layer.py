@@ -112,6 +112,8 @@ def _rows(runner: ModelRunner, work: list[Work], layers: Iterable[int], plan: Pl
         say(f"{phase}, {len(work)} x {rows} rows, layer {layer}")
         block, args = runner.model.layers[layer], handed[layer]
         found = _times(lambda: block(*_again(args)), phase, clock, compiled)  # noqa: B023 - called in this turn
+        told = [f"{way or 'kernels'} {found[column]:.0f} us" for column, way in WAYS.items() if found[column]]
+        say(", ".join(told))
         floor = plan and 1e6 * plan.layer(layer, len(work), context, rows, met[layer])
         yield {"layer": layer, "phase": phase, "requests": len(work), "rows": rows, "context": context,
                "experts": met[layer], "floor_us": floor, "of_floor": floor and floor / found["us"], **found}
