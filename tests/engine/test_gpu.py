@@ -82,7 +82,8 @@ def test_graphs_change_no_token_of_prompts(rounded, settings):
     for eager in (True, False):
         with LLM(rounded, enforce_eager=eager, canary="raise", **settings) as llm:
             found = [llm.generate(prompt, params[0]).token_ids for prompt in prompts]
-            longer = [prompt + ids + prompt[:70] for prompt, ids in zip(prompts, found, strict=True)]
+            words = [[i % 480 for i in ids] for ids in found]  # a step with an image's token takes no graph
+            longer = [prompt + ids + prompt[:70] for prompt, ids in zip(prompts, words, strict=True)]
             found += [r.token_ids for r in llm.generate(longer, params[: len(longer)])]
             said.append(found)
             stats = llm.stats()
