@@ -14,6 +14,10 @@ Ways, of which a table measured on the GPU chooses by shape
              Either way may be turned, y^T = w x^T: the left operand has 64 rows at least, the right one 8.
     restored weights are widened once into memory, and a library multiplies bfloat16: three times the bytes
              of the weight, and no conversion between products.
+    groups, spans
+             codes with a scale for 32 or 128 channels, brought by a warp of its own: gemm_hopper.py, for
+             Hopper and what it takes; the rest goes the way of the table above.  For spans scales of 32
+             channels are folded beforehand.
     Few rows leave too few tiles to stream the weight at full speed: K is cut into parts, which a second
     kernel adds in order, so that a result has the same bits every time.
 
@@ -29,7 +33,8 @@ Errors
     ValueError names an argument that does not fit.
 
 Numerics
-    Sums of 32 products are rounded by the tensor core (to about 13 bits), all others are float32.
+    Sums of 32 products, in spans of 128, are rounded by the tensor core (to about 13 bits), all others are
+    float32.
 
 Source
     kernels.md 1.2, 2.3.
@@ -76,6 +81,10 @@ def _numbers(block_t: int, block_n: int, block_k: int, fill: int, num_warps: int
     return _way("numbers", block_t, block_n, block_k, fill, num_warps, num_stages, turned=turned)
 
 
+def _hopper(way: str, block_t: int, block_n: int, fill: int, num_stages: int) -> dict[str, int | str]:
+    return _way(way, block_t, block_n, 128, fill, 4, num_stages, tma=1, turned=0)
+
+
 # rows up to -> a way, its tile, and programs that a multiprocessor should get (K is cut for it)
 RESTORED = _way("restored", 0, 32, 256, 0, 4, 1)
 PROJECT = {16: _numbers(16, 64, 128, 4, 4, 4), 64: _numbers(64, 64, 128, 3, 4, 3),
@@ -91,18 +100,24 @@ FEW = (_numbers(16, 64, 128, 4, 4, 4), _numbers(16, 64, 128, 2, 4, 6), _numbers(
                                                 (128, 256, 64, 1, 8, 4))))
 WIDE = (RESTORED, _numbers(128, 128, 64, 1, 4, 3, turned=0), _numbers(128, 256, 64, 1, 8, 3, turned=0),
         _numbers(256, 128, 64, 1, 8, 3, turned=0), _numbers(128, 128, 64, 1, 8, 4, turned=0))
+HOPPER = {"groups": (_hopper("groups", 128, 128, 1, 6), _hopper("groups", 128, 64, 1, 8),
+                     _hopper("groups", 64, 128, 2, 4), _hopper("groups", 64, 64, 2, 6)),
+          "spans": (_hopper("spans", 128, 256, 1, 4), _hopper("spans", 192, 128, 1, 4),
+                    _hopper("spans", 128, 128, 1, 6))}
 CANDIDATES = {
-    "gemm.fp8/few": (*FEW, _codes(16, 64, 4, 4, 5, turned=1), _codes(16, 128, 2, 4, 6, turned=1),
+    "gemm.fp8/few": (*FEW, *HOPPER["groups"],
+                     _codes(16, 64, 4, 4, 5, turned=1), _codes(16, 128, 2, 4, 6, turned=1),
                      _codes(32, 64, 4, 4, 5, turned=1), _codes(32, 128, 2, 4, 6, turned=1),
                      _codes(64, 64, 3, 4, 4, turned=1), _codes(64, 64, 3, 4, 4), _codes(64, 64, 1, 4, 6),
                      _codes(64, 128, 2, 4, 4), _codes(128, 64, 1, 8, 4), _codes(128, 64, 2, 8, 4),
                      _codes(128, 128, 1, 8, 4)),
-    "gemm.fp8/many": (*WIDE, _codes(128, 128, 1, 8, 4), _codes(64, 128, 1, 4, 3),
+    "gemm.fp8/many": (*WIDE, *HOPPER["spans"], _codes(128, 128, 1, 8, 4), _codes(64, 128, 1, 4, 3),
                       _codes(128, 64, 1, 8, 4, 2)),
     "gemm.fp8/spans": (_codes(128, 128, 1, 8, 4, 2), _codes(128, 128, 1, 8, 3, 2),
                        _codes(128, 128, 1, 8, 4, 2, 1), _codes(128, 128, 1, 8, 4),
                        _codes(128, 128, 1, 8, 4, 1, 1), _codes(64, 128, 1, 4, 3),
-                       _codes(64, 128, 1, 4, 4, 1, 1), _codes(128, 64, 1, 8, 4, 2, 1), RESTORED),
+                       _codes(64, 128, 1, 4, 4, 1, 1), _codes(128, 64, 1, 8, 4, 2, 1), RESTORED,
+                       *HOPPER["spans"]),
     "gemm.project/few": FEW, "gemm.project/many": WIDE}
 MANY = 256  # rows beyond which a product is bound by arithmetic
 BAND = tl.constexpr(8)  # tiles of rows that are walked side by side, so that weights stay in the L2
@@ -327,6 +342,26 @@ def _by_codes(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: 
     return _summed(parts, (T, N), dtype, launch, x)
 
 
+def _by_hopper(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, rows: int, dtype: torch.dtype,
+               config: dict) -> Tensor:
+    """As by codes, with a warp of its own that brings; `spans` folds what has a scale for 32 channels."""
+    from dskit.kernels import gemm_hopper  # which is not interpreted
+
+    T, N, spans = x.shape[0], weight.shape[0], cdiv(x.shape[1], 128)
+    x_scale, scale = x_scale.view(torch.uint8), scale.view(torch.uint8)
+    if config["way"] == "groups":
+        x_scale, scale = x_scale.contiguous().view(torch.int32), scale.contiguous().view(torch.int32)
+    else:
+        x, x_scale = gemm_hopper.folded(x, x_scale, 1) if x_scale.shape[1] > spans else (x, x_scale)
+        weight, scale = gemm_hopper.folded(weight, scale, rows) if scale.shape[1] > spans else (weight, scale)
+    parts, each = _cut(cdiv(T, config["block_t"]) * cdiv(N, config["block_n"]), spans, config["fill"], x)
+
+    def launch(y: Tensor) -> None:
+        gemm_hopper.multiply(x, x_scale, weight, scale, rows, y, parts, each, config)
+
+    return _summed(parts, (T, N), dtype, launch, x)
+
+
 def _descriptor(codes: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(codes, codes.shape, codes.stride(), [rows, cols])
 
@@ -413,9 +448,18 @@ def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block:
     table = (CODED if coded else PLAIN) | (SPANS if wide else {})
     part = "few" if T <= MANY else "spans" if wide else "many"
     config = _config(f"gemm.fp8/{part}", table, T, row_tile, N, K, block[1], int(coded))
-    if config["way"] == "codes":
+    if config["way"] in HOPPER:
+        from dskit.kernels import gemm_hopper
+
+        config = config if gemm_hopper.takes(x, weight, block, dtype, config["way"]) else up_to(table, T)
+    if config["way"] in ("codes", *HOPPER):
+        fmt = "fp8_128" if config["way"] == "spans" else fmt  # folded at once
         codes, x_scale = (x, x_scale) if coded else _compiled("linear.encode")(x, fmt)
-        y = _by_codes(codes.view(torch.float8_e4m3fn), x_scale, weight, scale, block, dtype, config, row_tile)
+        codes = codes.view(torch.float8_e4m3fn)
+        if config["way"] == "codes":
+            y = _by_codes(codes, x_scale, weight, scale, block, dtype, config, row_tile)
+        else:
+            y = _by_hopper(codes, x_scale, weight, scale, block[0], dtype, config)
     else:
         x = _compiled("linear.decode")(x, x_scale, fmt, torch.bfloat16) if coded else x
         y = _by_numbers(x, weight, scale, block, 1, dtype, config, row_tile)
