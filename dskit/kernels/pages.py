@@ -10,6 +10,9 @@ Idea
     Products are those of indexer.py: exact sums of two groups side by side, then scales, relu and weights in
     float32.  The second half of the channels is multiplied while sums of the first are scaled.
 
+    Programs share turns of four pages equally, so that no processor ends last; one that comes to the end of
+    a request goes on with the next.
+
 Shapes
     As of indexer.scores_cached: 32 heads, rows of the table in runs of whole pages; ROWS of a request that
     score the same keys share what is restored of them.
@@ -43,7 +46,7 @@ from dskit.kernels import common
 from dskit.kernels.common import cdiv
 from dskit.kernels.hopper import copy
 
-HEADS, PAGE, STAGES = 32, 64, 4
+HEADS, PAGE, STAGES = 32, 64, gl.constexpr(4)
 # an H200, 2026-11-30: programs per processor, as many as it holds at once, and a thread's registers
 CONFIG = {"PROGRAMS": 4, "maxnreg": 128}
 CANDIDATES = {"indexer.scores_cached/pages": tuple(
@@ -145,23 +148,17 @@ def _moved(pointers, by, ROWS: gl.constexpr):
     return moved
 
 
-@gluon.jit(do_not_specialize=["Q", "S", "row_blocks", "spans", "tiles"])
-def _indexer_scores_pages_fwd_kernel(q_ptr, weight_ptr, word_ptr, table_ptr, visible_ptr, out_ptr, Q, S,
-                                     row_blocks, spans, tiles, ROWS: gl.constexpr, STAGES: gl.constexpr):
-    block = gl.program_id(0) % row_blocks * ROWS
-    span = gl.program_id(0) // row_blocks
-    request = (span // spans).to(gl.int64)
-    first = span % spans * tiles * 64
-    last = gl.minimum(first + tiles * 64, S)
-    query = gl.allocate_shared_memory(gl.float8e4nv, [4 * ROWS, 64, 32], gl.NVMMASharedLayout(32, 8, rank=2))
-    stages = (_stage(), _stage(), _stage(), _stage())
-
+@gluon.jit
+def _score_span(query, stages, q_ptr, weight_ptr, word_ptr, table_ptr, visible_ptr, out_ptr, request, block,
+                first, last, Q, S, ROWS: gl.constexpr):
+    """Write scores of keys first .. last under ROWS rows of a request."""
     limit = first
     for r in gl.static_range(ROWS):
         row = request * Q + gl.minimum(block + r, Q - 1)
         limit = gl.maximum(limit, gl.load(visible_ptr + row).to(gl.int32))
     limit = gl.minimum(limit, last)  # keys that a row sees
     table_ptr += request * S + first
+    tl.debug_barrier()  # the span before has been read
     for i in gl.static_range(STAGES - 1):
         _bring(stages[i], word_ptr, gl.load(table_ptr + 64 * i, first + 64 * i < limit, other=0))
     here = gl.load(table_ptr + 64 * (STAGES - 1), first + 64 * (STAGES - 1) < limit, other=0)
@@ -205,6 +202,21 @@ def _indexer_scores_pages_fwd_kernel(q_ptr, weight_ptr, word_ptr, table_ptr, vis
             gl.store(outs[r] + at - done, none, key < last - at)
 
 
+@gluon.jit(do_not_specialize=["Q", "S", "row_blocks", "turns", "share", "all_turns"])
+def _indexer_scores_pages_fwd_kernel(q_ptr, weight_ptr, word_ptr, table_ptr, visible_ptr, out_ptr, Q, S,
+                                     row_blocks, turns, share, all_turns, ROWS: gl.constexpr):
+    query = gl.allocate_shared_memory(gl.float8e4nv, [4 * ROWS, 64, 32], gl.NVMMASharedLayout(32, 8, rank=2))
+    stages = (_stage(), _stage(), _stage(), _stage())
+    WIDE: gl.constexpr = 64 * STAGES
+    begin = gl.program_id(0) * share
+    end = gl.minimum(begin + share, all_turns)
+    for part in range(begin // turns, gl.cdiv(end, turns)):
+        first = gl.maximum(begin - part * turns, 0) * WIDE
+        last = gl.minimum(gl.minimum(end - part * turns, turns) * WIDE, S)
+        _score_span(query, stages, q_ptr, weight_ptr, word_ptr, table_ptr, visible_ptr, out_ptr,
+                    (part // row_blocks).to(gl.int64), part % row_blocks * ROWS, first, last, Q, S, ROWS)
+
+
 # ---- on the host -------------------------------------------------------------------------------------------
 
 def takes(q_BQXY: Tensor, pool: Tensor, run: int) -> bool:
@@ -220,10 +232,9 @@ def scores(q: Tensor, weight: Tensor, pool: Tensor, table: Tensor, visible: Tens
     config = CONFIG
     if not steady:
         config = common.tuned("indexer.scores_cached/pages", (B * Q * S, rows), config)
-    row_blocks, all_tiles = cdiv(Q, rows), cdiv(S, PAGE)
-    programs = max(1, config["PROGRAMS"] * common.processors(q) // (B * row_blocks))
-    tiles = cdiv(cdiv(all_tiles, programs), STAGES) * STAGES
-    spans = cdiv(all_tiles, tiles)
-    _indexer_scores_pages_fwd_kernel[(B * row_blocks * spans,)](
-        q.view(torch.int32), weight, pool.view(torch.int32), table, visible, out, Q, S, row_blocks, spans,
-        tiles, ROWS=rows, STAGES=STAGES, num_warps=4, maxnreg=config["maxnreg"])
+    row_blocks, turns = cdiv(Q, rows), cdiv(S, PAGE * STAGES.value)
+    all_turns = B * row_blocks * turns
+    share = cdiv(all_turns, config["PROGRAMS"] * common.processors(q))
+    _indexer_scores_pages_fwd_kernel[(cdiv(all_turns, share),)](
+        q.view(torch.int32), weight, pool.view(torch.int32), table, visible, out, Q, S, row_blocks, turns,
+        share, all_turns, ROWS=rows, num_warps=4, maxnreg=config["maxnreg"])
