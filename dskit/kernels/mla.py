@@ -527,7 +527,7 @@ def attend_cached(q_TAH: Tensor, turn_T: Tensor, window_SH: Tensor, read_TW: Ten
         if packings and hopper.takes(q_TAH, window_SH, packings):
             hopper.attend(q, turn, window_SH, read_TW, entries_SH, chosen_TK, sink, out_words, steady)
             return out
-        if hopper_numbers.takes(q_TAH, turn_T, window_SH, entries_SH):
+        if hopper_numbers.takes(q_TAH, turn_T, window_SH, entries_SH, max(W, K)):
             hopper_numbers.attend(q, turn, window_SH, read_TW, entries_SH, chosen_TK, sink, out_words)
             return out
     window_form = _form(window_SH, window_packing, H)
