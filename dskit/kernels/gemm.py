@@ -50,6 +50,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dskit import ops
 from dskit.kernels.common import (
+    capability,
     cdiv,
     dot,
     from_e8m0,
@@ -104,6 +105,8 @@ HOPPER = {"groups": (_hopper("groups", 128, 128, 1, 6), _hopper("groups", 128, 6
                      _hopper("groups", 64, 128, 2, 4), _hopper("groups", 64, 64, 2, 6)),
           "spans": (_hopper("spans", 128, 256, 1, 4), _hopper("spans", 192, 128, 1, 4),
                     _hopper("spans", 128, 128, 1, 6))}
+# the same for Hopper, where one was faster at every width that was timed on an H200, 2026-11-30
+FAST = {64: None, 256: HOPPER["groups"][2], 1024: None, 1 << 62: HOPPER["spans"][0]}
 CANDIDATES = {
     "gemm.fp8/few": (*FEW, *HOPPER["groups"],
                      _codes(16, 64, 4, 4, 5, turned=1), _codes(16, 128, 2, 4, 6, turned=1),
@@ -293,11 +296,12 @@ def _gemm_sum_kernel(part_ptr, y_ptr, size, PARTS: tl.constexpr, PIECE: tl.const
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _config(name: str, table: dict, rows: int, row_tile: int | None, *widths: int) -> dict:
+def _config(name: str, table: dict, rows: int, row_tile: int | None, *widths: int,
+            default: dict | None = None) -> dict:
     """The way and its tile for so many rows; with `row_tile` neither depends on the rows or on the GPU."""
     if row_tile:
         return up_to(table, min(row_tile, MANY))
-    return tuned(name, (rows, *widths), up_to(table, rows))
+    return tuned(name, (rows, *widths), default or up_to(table, rows))
 
 
 def _cut(tiles: int, steps: int, fill: int, like: Tensor) -> tuple[int, int]:
@@ -342,10 +346,20 @@ def _by_codes(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, block: 
     return _summed(parts, (T, N), dtype, launch, x)
 
 
+def _for_hopper(config: dict | None, x: Tensor, weight: Tensor, block: tuple[int, int],
+                dtype: torch.dtype) -> bool:
+    """Whether this is a way of gemm_hopper.py, and what it takes."""
+    if config is None or capability(x) != 90:
+        return False
+    from dskit.kernels import gemm_hopper  # which is not interpreted
+
+    return gemm_hopper.takes(x, weight, block, dtype, config["way"])
+
+
 def _by_hopper(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, rows: int, dtype: torch.dtype,
                config: dict) -> Tensor:
     """As by codes, with a warp of its own that brings; `spans` folds what has a scale for 32 channels."""
-    from dskit.kernels import gemm_hopper  # which is not interpreted
+    from dskit.kernels import gemm_hopper
 
     T, N, spans = x.shape[0], weight.shape[0], cdiv(x.shape[1], 128)
     x_scale, scale = x_scale.view(torch.uint8), scale.view(torch.uint8)
@@ -447,11 +461,11 @@ def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block:
     T, coded, wide = x.shape[0], x_scale is not None, block[1] >= 128
     table = (CODED if coded else PLAIN) | (SPANS if wide else {})
     part = "few" if T <= MANY else "spans" if wide else "many"
-    config = _config(f"gemm.fp8/{part}", table, T, row_tile, N, K, block[1], int(coded))
-    if config["way"] in HOPPER:
-        from dskit.kernels import gemm_hopper
-
-        config = config if gemm_hopper.takes(x, weight, block, dtype, config["way"]) else up_to(table, T)
+    fast = up_to(FAST, T)
+    config = _config(f"gemm.fp8/{part}", table, T, row_tile, N, K, block[1], int(coded),
+                     default=fast if _for_hopper(fast, x, weight, block, dtype) else None)
+    if config["way"] in HOPPER and not _for_hopper(config, x, weight, block, dtype):
+        config = up_to(table, T)
     if config["way"] in ("codes", *HOPPER):
         fmt = "fp8_128" if config["way"] == "spans" else fmt  # folded at once
         codes, x_scale = (x, x_scale) if coded else _compiled("linear.encode")(x, fmt)

@@ -316,7 +316,7 @@ def takes(x: Tensor, weight: Tensor, block: tuple[int, int], dtype: torch.dtype,
         fits = dtype == torch.bfloat16 and N % 8 == 0 and (block[1] == 128 or block == (32, 32))
     else:
         fits = block[1] == 32 and K % STEP.value == 0
-    return common.capability(x) == 90 and whole and fits
+    return whole and fits
 
 
 def _described(rows: Tensor, height: int, width: int, dtype: gl.dtype) -> TensorDescriptor:
