@@ -163,10 +163,11 @@ class LLM:
                 files=not checkpoint.is_drawn(model),
                 ranks=engram.Ranks.of(group.tables, group.loading) if group else None,
             )
-        shape = model.config if isinstance(model, Model) else checkpoint.configuration(model)
-        cfg = EngineConfig.of(
-            shape, engram_placement=placement and placement.name, ep=peers.size, **settings
-        )
+        ready = isinstance(model, Model)
+        shape = model.config if ready else checkpoint.configuration(model)
+        on = model.norm.weight.device if ready else checkpoint.default_device(device)
+        cfg = EngineConfig.of(shape, gpu=on.type == "cuda", engram_placement=placement and placement.name,
+                              ep=peers.size, **settings)
         if not isinstance(model, Model):
             held = partial(exchange.held, peers=peers, redundant=cfg.num_redundant_experts)
             model = checkpoint.load(
