@@ -18,6 +18,12 @@ def test_sizes_follow_the_model():
     )
 
 
+def test_a_gpu_takes_longer_chunks_unless_told_otherwise():
+    assert EngineConfig.of(TINY).max_num_batched_tokens == 1024
+    assert EngineConfig.of(TINY, gpu=True).max_num_batched_tokens == 8192
+    assert EngineConfig.of(TINY, gpu=True, max_num_batched_tokens=96).max_num_batched_tokens == 96
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
