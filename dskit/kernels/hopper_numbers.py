@@ -351,7 +351,9 @@ def _mla_attend_numbers_hopper_fwd_kernel(q_ptr, turn_ptr, window_ptr, read_ptr,
     rows = gl.allocate_shared_memory(gl.int32, [WIDE // 16, 64], FLAT)  # of two rows, window and entries
     told = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
     turn = gl.allocate_shared_memory(gl.int64, [2, 64], FLAT)
-    q_full, q_empty = _barriers(2, 129), _barriers(1, 1).index(0)  # 128 threads copy, one tells
+    # of queries 128 threads copy and one tells: by copies alone, launches that shared the GPU with other
+    # processes sometimes gave other bits, for a reason that is not known (profiles/LOG.md)
+    q_full, q_empty = _barriers(2, 129), _barriers(1, 1).index(0)
     k_full, k_empty = _barriers(4, 128), _barriers(8, 1)
     row_full, row_empty = _barriers(2, 1), _barriers(2, 3)
     fade_full, p_full = _barriers(2, 1), _barriers(2, 1)

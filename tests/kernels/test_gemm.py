@@ -13,7 +13,7 @@ from dskit.kernels import common, gemm, gemm_hopper
 from dskit.testing import Maker, all_cases, assert_close
 
 WAYS = {(c["way"], c["turned"], c["tall"], c["tma"]): c  # warps and stages mean nothing here
-        for name in gemm.CANDIDATES for c in gemm.CANDIDATES[name]}
+        for name in gemm.CANDIDATES for c in gemm.CANDIDATES[name] if c["way"] not in gemm.HOPPER}
 
 
 def check(device, op: str, shape: dict, config: dict, part: str = "few") -> None:
@@ -39,6 +39,39 @@ def test_a_wider_scale_may_be_multiplied_as_numbers_too(device):
     shape = {"rows": 3, "n": 40, "k": 256, "block_n": 128, "block_k": 128, "coded": 1}
     check(device, "gemm.fp8", shape, gemm.RESTORED)
     check(device, "gemm.fp8", shape, gemm.WIDE[-1])
+
+
+# ---- the ways of gemm_hopper.py ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("way", "sm", "n", "k", "block", "dtype", "taken"), [
+    ("groups", 90, 33, 256, (32, 32), torch.float32, True),
+    ("groups", 90, 64, 144, (32, 32), torch.bfloat16, False),
+    ("groups", 90, 64, 256, (128, 128), torch.bfloat16, False),
+    ("spans", 90, 40, 144, (32, 32), torch.bfloat16, True),
+    ("spans", 90, 40, 144, (128, 128), torch.bfloat16, True),
+    ("spans", 90, 33, 256, (32, 32), torch.bfloat16, False),
+    ("spans", 90, 40, 256, (32, 32), torch.float32, False),
+    ("spans", 90, 40, 72, (32, 32), torch.bfloat16, False),
+    ("groups", 80, 64, 256, (32, 32), torch.bfloat16, False),
+    ("spans", 100, 40, 256, (32, 32), torch.bfloat16, False),
+    ("codes", 0, 64, 256, (32, 32), torch.bfloat16, False)])
+def test_hoppers_ways_are_for_hopper_and_for_what_an_engine_copies(monkeypatch, way, sm, n, k, block, dtype,
+                                                                   taken):
+    monkeypatch.setattr(gemm, "capability", lambda tensor: sm)
+    x, weight = torch.zeros(3, k, dtype=torch.uint8), torch.zeros(n, k, dtype=torch.uint8)
+    assert gemm._for_hopper({"way": way}, x, weight, block, dtype) is taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [c for way in gemm.HOPPER.values() for c in way], ids=str)
+def test_hoppers_ways_are_right_where_tiles_do_not_divide(device, config):
+    if common.capability(torch.empty(0, device=device)) != 90:
+        pytest.skip("for Hopper only")
+    shapes = ((1, 1792, 640), (65, 1760, 1280), (129, 136, 1312), (200, 5120, 640), (513, 1760, 1312))
+    for rows, n, k in shapes:
+        for more in ({"coded": 1}, {"coded": 0}, {"coded": 1, "block_n": 128, "block_k": 128}):
+            part = "few" if rows <= gemm.MANY else "spans" if "block_k" in more else "many"
+            check(device, "gemm.fp8", {"rows": rows, "n": n, "k": k} | more, config, part)
 
 
 # ---- scales of 128 channels, folded of those of 32 ---------------------------------------------------------
