@@ -82,7 +82,7 @@ def attend(q_TAH: Tensor, window_SH: Tensor, read_TW: Tensor, entries_SH: Tensor
     T, seen = q_TAH.shape[0], read_TW.shape[1] + (0 if chosen_TK is None else chosen_TK.shape[1])
     held = max(1, GATHER_ELEMENTS // max(1, q_TAH.shape[-1] * seen))  # rows
     shared = window_SH, entries_SH, sink_A, dtype, packings or (None, None)
-    if held >= T:
+    if held >= T or torch.compiler.is_compiling():  # which would make a program for each block
         return _attend(q_TAH, read_TW, chosen_TK, *shared)
     chosen = [None] * -(-T // held) if chosen_TK is None else chosen_TK.split(held)
     blocks = zip(q_TAH.split(held), read_TW.split(held), chosen, strict=True)

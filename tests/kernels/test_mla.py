@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import dskit.model  # noqa: F401 - registers the ops
+from dskit import ops
 from dskit.kernels import common, mla
 from dskit.layers.linear import quantize
 from dskit.testing import Maker, all_cases, assert_close
@@ -57,6 +58,19 @@ def test_a_row_alone_has_the_bits_it_has_beside_others_where_that_is_asked_for(d
     for i in (0, 1, 3, 5):  # what has a row per token
         args[i] = args[i][1:]
     assert torch.equal(mla.attend_cached(*args, steady=True), both[1:])
+
+
+def test_the_compiler_makes_one_program_of_attention_however_many_blocks_its_rows_take(monkeypatch):
+    args = CASES.make(SHAPE | {"rows": 5}, Maker("cpu"))
+    want, graphs = ops.find(NAME).reference(*args), []
+    monkeypatch.setattr("dskit.layers.mla.GATHER_ELEMENTS", 1)
+    with ops.use("torch"):
+        assert torch.equal(ops.find(NAME).reference(*args), want)
+        torch._dynamo.reset()
+        run = ops.compiled(ops.find(NAME), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        assert_close(run(*args), want, "A", "compiled")
+    products = [node for graph in graphs for node in graph.graph.nodes if "matmul" in str(node.target)]
+    assert len(products) == 2, "of queries and keys, of weights and values"
 
 
 @pytest.mark.gpu
