@@ -6,7 +6,8 @@ Idea
               order and chooses: J rounds of "largest, then lowest index" over a row in a warp's registers
     plan      one program per chunk of slots: histograms of all slots and of those before it say where its
               experts' rows begin and how many are taken, comparing the chunk's slots with each other gives
-              the rank; nothing is sorted.  Many slots are counted by chunks first, so that none reads all
+              the rank; nothing is sorted.  Many slots are counted by chunks first, so that none reads all;
+              a few are compared with all others, and nothing is counted
     permute   one program per token and piece of its row: read once, written to J places
     combine   one program per token and piece of its row: J reads in flight, added in slot order, written once
     swiglu    tiles of whole quantisation groups, [groups, 32], so that clamp, SiLU, routing weight, both
@@ -70,6 +71,7 @@ ROUTER = {16: _router(16, 64, 0, 128, 20, 4, 3), 64: _router(32, 64, 0, 128, 20,
           1 << 62: _router(64, 128, 64, 64, 1, 4, 6, 1)}
 ROUTER_WIDE = _router(16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
 CHUNKS = {4096: 64, 1 << 31: 256}  # most slots -> those of a program of plan
+FEW = 64  # slots that are compared with each other
 AT_ONCE = 2048  # slots that each program counts by itself
 MOVE = {"piece": 1024, "num_warps": 4}  # channels of a row that one program moves
 ACTIVATE = {"channels": 2048, "num_warps": 4}  # channels that one program of swiglu computes, in groups
@@ -433,6 +435,21 @@ def _plan_kernel(topk_ptr, count_ptr, expert_ptr, order_ptr, place_ptr, end_ptr,
     tl.store(expert_ptr + row, expert.to(tl.int64), mask=slot < R)
 
 
+@triton.jit
+def _plan_few_kernel(topk_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, R, E, SLOTS: tl.constexpr,
+                     BINS: tl.constexpr):
+    """The plan of so few slots that comparing each with all others is faster than counting."""
+    e, slot = tl.arange(0, BINS), tl.arange(0, SLOTS)
+    expert = _experts_of(topk_ptr, slot, R, E)
+    other, others = slot[:, None], _experts_of(topk_ptr, slot, R, E)[:, None]
+    tl.store(end_ptr + e, tl.sum((others <= e[None, :]).to(tl.int32), axis=0), mask=e < E)
+    ahead = (others < expert[None, :]) | ((others == expert[None, :]) & (other < slot[None, :]))
+    row = tl.sum(ahead.to(tl.int32), axis=0)
+    tl.store(place_ptr + slot, row.to(tl.int64), mask=slot < R)
+    tl.store(order_ptr + row, slot.to(tl.int64), mask=slot < R)
+    tl.store(expert_ptr + row, expert.to(tl.int64), mask=slot < R)
+
+
 @ops.implement("moe.plan", "triton", when=lambda topk, *_: refuse(topk))
 def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(expert_R, order_R, place_TJ, end_E), counted on the device; ids lie in [0, n_experts)."""
@@ -442,6 +459,9 @@ def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     expert, order = topk.new_empty(R), topk.new_empty(R)
     place = torch.empty_like(topk)
     end = torch.empty(E, dtype=torch.int32, device=topk.device)
+    if R <= FEW:
+        _plan_few_kernel[(1,)](topk, expert, order, place, end, R, E, max(16, pow2(R)), pow2(E))
+        return expert, order, place, end
     block, bins = min(up_to(CHUNKS, R), max(32, pow2(R))), pow2(E + 1)
     chunks, count = max(1, cdiv(R, block)), None
     if R > AT_ONCE:

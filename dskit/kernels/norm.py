@@ -114,28 +114,42 @@ def _write(y, y_ptr, q_ptr, row, rows, WIDTH: tl.constexpr, FIRST: tl.constexpr,
 
 
 @triton.jit
+def _norm_rows(first, x_ptr, stride_x, residual_ptr, stride_residual, gain_ptr, gain, gain2, total_ptr, y_ptr,
+               q_ptr, rows, eps, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+               ROWS: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """Read ROWS rows, and write all that belongs to them."""
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    x, square = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH, 0, MAIN)
+    if REST:
+        x2, square2 = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH,
+                            MAIN, REST)
+        square += square2
+    scale = tl.rsqrt(square / WIDTH + eps)
+    if not EARLY:  # many programs hide the wait: keep the registers
+        gain = _gain(gain_ptr, WIDTH, 0, MAIN)
+    _write(x * scale * gain, y_ptr, q_ptr, row, rows, WIDTH, 0, MAIN, ROWS, KIND, GROUP)
+    if REST:
+        if not EARLY:
+            gain2 = _gain(gain_ptr, WIDTH, MAIN, REST)
+        _write(x2 * scale * gain2, y_ptr, q_ptr, row, rows, WIDTH, MAIN, REST, ROWS, KIND, GROUP)
+
+
+@triton.jit
 def _norm_fwd_kernel(x_ptr, stride_x, residual_ptr, stride_residual, gain_ptr, total_ptr, y_ptr, q_ptr, rows,
                      eps, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
-                     EARLY: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr):
+                     EARLY: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+                     ONCE: tl.constexpr):
+    gain, gain2 = 1.0, 1.0
     if EARLY:  # few programs: ask for the gain before anything has to be waited for
         gain = _gain(gain_ptr, WIDTH, 0, MAIN)
-        gain2 = _gain(gain_ptr, WIDTH, MAIN, REST) if REST else 0.0
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        x, square = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH, 0,
-                          MAIN)
-        if REST:
-            x2, square2 = _read(x_ptr, stride_x, residual_ptr, stride_residual, total_ptr, row, rows, WIDTH,
-                                MAIN, REST)
-            square += square2
-        scale = tl.rsqrt(square / WIDTH + eps)
-        if not EARLY:  # many programs hide the wait: keep the registers
-            gain = _gain(gain_ptr, WIDTH, 0, MAIN)
-        _write(x * scale * gain, y_ptr, q_ptr, row, rows, WIDTH, 0, MAIN, ROWS, KIND, GROUP)
-        if REST:
-            if not EARLY:
-                gain2 = _gain(gain_ptr, WIDTH, MAIN, REST)
-            _write(x2 * scale * gain2, y_ptr, q_ptr, row, rows, WIDTH, MAIN, REST, ROWS, KIND, GROUP)
+        gain2 = _gain(gain_ptr, WIDTH, MAIN, REST) if REST else 1.0
+    if ONCE:  # a loop would wait for the gain before it asks for the rows
+        _norm_rows(tl.program_id(0) * ROWS, x_ptr, stride_x, residual_ptr, stride_residual, gain_ptr, gain,
+                   gain2, total_ptr, y_ptr, q_ptr, rows, eps, WIDTH, MAIN, REST, ROWS, EARLY, KIND, GROUP)
+    else:
+        for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+            _norm_rows(first, x_ptr, stride_x, residual_ptr, stride_residual, gain_ptr, gain, gain2,
+                       total_ptr, y_ptr, q_ptr, rows, eps, WIDTH, MAIN, REST, ROWS, EARLY, KIND, GROUP)
 
 
 @triton.jit
@@ -224,11 +238,12 @@ def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float
         name = "norm.add_rms" if residual is not None else "norm.rms_quantize" if fmt else "norm.rms"
         config = tuned(name, (rows, width), up_to(CONFIGS, x.numel()))
         tile = _tile(width, config["lane"], group, config["whole"])
-        programs = min(cdiv(rows, tile["ROWS"]), config["resident"] * common.processors(x))
+        wanted = cdiv(rows, tile["ROWS"])
+        programs = min(wanted, config["resident"] * common.processors(x))
         _norm_fwd_kernel[(programs,)](
             x_TD, x_TD.stride(0), add_TD, 0 if add_TD is None else add_TD.stride(0),
             None if gain is None else gain.contiguous(), total, y, q, rows, eps, width, EARLY=config["early"],
-            KIND=kind, GROUP=group, STAGES=config["stages"], **tile)
+            KIND=kind, GROUP=group, STAGES=config["stages"], ONCE=programs == wanted, **tile)
     return total, y, q
 
 
