@@ -243,7 +243,8 @@ def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float
         _norm_fwd_kernel[(programs,)](
             x_TD, x_TD.stride(0), add_TD, 0 if add_TD is None else add_TD.stride(0),
             None if gain is None else gain.contiguous(), total, y, q, rows, eps, width, EARLY=config["early"],
-            KIND=kind, GROUP=group, STAGES=config["stages"], ONCE=programs == wanted, **tile)
+            KIND=kind, GROUP=group, STAGES=config["stages"],
+            ONCE=programs == wanted and config["stages"] == 1, **tile)
     return total, y, q
 
 

@@ -53,7 +53,7 @@ from dskit.kernels.common import (
 )
 
 WIDTH = 64  # logits of a chunk: 256 bytes
-FLAT = 8192  # logits of chunks that matter, beyond which they are searched where they are
+FLAT = 8192  # logits to look at, beyond which a program takes so many at a time
 STATS = {"chunks": 64, "num_warps": 4}  # of a program
 PICK = {"lanes": 1024, "pivots": 16, "num_warps": 8}  # values of a tile, pivots of a pass
 CANDIDATES = {
@@ -110,39 +110,31 @@ def _draw_stats_kernel(logits_ptr, temperature_ptr, peak_ptr, mass_ptr, stride_r
 # ---- the search --------------------------------------------------------------------------------------------
 
 @triton.jit
-def _listed(list_ptr, i, inside, WIDTH: tl.constexpr):
-    """Where the i-th logit of the listed chunks is."""
-    return tl.load(list_ptr + i // WIDTH, inside, 0) * WIDTH + i % WIDTH
+def _search(x_ptr, mass_ptr, count, low, high, base, fine, by_mass, target, top, scale, WIDTH: tl.constexpr,
+            PIVOTS: tl.constexpr, LANES: tl.constexpr):
+    """(low, high, what is above): keys at most `fine` apart, and between them the largest such that it and
+    all above weigh `target`; `base` is what weighs above `high` and is not among the values.
 
-
-@triton.jit
-def _search(x_ptr, mass_ptr, list_ptr, count, vocab, low, high, base, fine, by_mass, target, top, scale,
-            KIND: tl.constexpr, WIDTH: tl.constexpr, PIVOTS: tl.constexpr, LANES: tl.constexpr):
-    """(low, high, what is above): keys at most `fine` apart, between which is the largest such that it and all
-    above weigh `target`; `base` is what those above `high` weigh that are not among the values.
-
-    A value weighs 1, or by mass its probability over the top's.  Of a KIND "chunks" the values are maxima of
+    A value weighs 1, or by mass its probability over the top's.  With WIDTH > 1 the values are maxima of
     chunks, and a weight is at most what the chunk holds from the pivot up (all its mass but for WIDTH - 1
-    logits just below the pivot; the maximum at least); "listed" are the logits of listed chunks, "found" those collected.
+    logits just below the pivot; the maximum at least).
     """
     lane = tl.arange(0, PIVOTS)
     low, high, above = low.to(tl.int64), high.to(tl.int64), base
     while high - low > fine:
         step = (high - low) // PIVOTS + 1
         pivot = (low + lane * step).to(tl.int32)
-        totals = tl.zeros([PIVOTS, LANES], tl.float32)
-        for start in tl.range(0, count, LANES, num_stages=3 if KIND == "listed" else 1):
+        total = tl.zeros([PIVOTS], tl.float64) + base
+        for start in range(0, count, LANES):
             i = start + tl.arange(0, LANES)
-            at = _listed(list_ptr, i, i < count, WIDTH) if KIND == "listed" else i
-            x = tl.load(x_ptr + at, (i < count) & (at < vocab), float("-inf"))
+            x = tl.load(x_ptr + i, i < count, float("-inf"))
             one = tl.where(by_mass, tl.exp2((x - top) * scale), (i < count).to(tl.float32))
             weight = one[None, :]
-            if KIND == "chunks":
+            if WIDTH > 1:
                 whole = tl.where(by_mass, tl.load(mass_ptr + i, i < count, 0.0) * one, one)
                 below = (WIDTH - 1) * tl.exp2((tl.maximum(_value(pivot), -1e30) - top) * scale)
                 weight = tl.maximum(weight, whole[None, :] - below[:, None])
-            totals += tl.where(_key(x)[None, :] >= pivot[:, None], weight, 0.0)
-        total = base + tl.sum(totals, axis=1).to(tl.float64)
+            total += tl.sum(tl.where(_key(x)[None, :] >= pivot[:, None], weight, 0.0), axis=1).to(tl.float64)
         best = tl.maximum(tl.sum((total >= target).to(tl.int32)) - 1, 0)
         above = tl.where(best == PIVOTS - 1, above, tl.sum(tl.where(lane == best + 1, total, 0.0)))
         low += best * step
@@ -174,21 +166,36 @@ def _list_chunks(list_ptr, peak, low, count):
 
 
 @triton.jit
-def _collect(logits_ptr, list_ptr, found_ptr, listed, low, high, vocab, WIDTH: tl.constexpr,
-             LANES: tl.constexpr):
-    """Write the logits of the listed chunks from key `low` to `high`; returns how many."""
+def _collect(logits_ptr, list_ptr, found_ptr, listed, low, vocab, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Write the logits of the listed chunks that reach key `low`; returns how many."""
     found = 0
     for start in range(0, listed * WIDTH, LANES):
         i = start + tl.arange(0, LANES)
         inside = i < listed * WIDTH
-        at = _listed(list_ptr, i, inside, WIDTH)
+        at = tl.load(list_ptr + i // WIDTH, inside, 0) * WIDTH + i % WIDTH
         inside = inside & (at < vocab)
         x = tl.load(logits_ptr + at, inside, float("-inf"))
-        take = (inside & (_key(x) >= low) & (_key(x) <= high)).to(tl.int32)
+        take = (inside & (_key(x) >= low)).to(tl.int32)
         tl.store(found_ptr + found + tl.cumsum(take) - 1, x, take != 0)
         found += tl.sum(take)
     tl.debug_barrier()
     return found
+
+
+@triton.jit
+def _keep(found_ptr, found, low, high, LANES: tl.constexpr):
+    """Move what was found from key `low` to `high` to the front; returns how many."""
+    kept = 0
+    for start in range(0, found, LANES):
+        i = start + tl.arange(0, LANES)
+        x = tl.load(found_ptr + i, i < found, float("-inf"))
+        take = ((i < found) & (_key(x) >= low) & (_key(x) <= high)).to(tl.int32)
+        at = kept + tl.cumsum(take) - 1
+        tl.debug_barrier()  # all have read what is overwritten now
+        tl.store(found_ptr + at, x, take != 0)
+        kept += tl.sum(take)
+    tl.debug_barrier()
+    return kept
 
 
 @triton.jit
@@ -240,28 +247,29 @@ def _draw_pick_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_p
         kept = tl.sum(mass)
         target = tl.where(limited, top_k.to(tl.float64), top_p * kept)
         high, above = _key(top), tl.full((), 0.0, tl.float64)
-        tau, bound, weight = _search(peak_ptr, mass_ptr, list_ptr, chunks, vocab, tau, high, above, ROUGH,
-                            limited == 0, target, top, scale, "chunks", WIDTH, PIVOTS, LANES)
+        tau, bound, weight = _search(peak_ptr, mass_ptr, chunks, tau, high, above, ROUGH, limited == 0,
+                                     target, top, scale, WIDTH, PIVOTS, LANES)
         listed = _list_chunks(list_ptr, peak, tau, chunks)
-        if (listed * WIDTH > FLAT) & (limited == 0):  # narrow it down where they are, then collect few
-            fine = (high.to(tl.int64) - tau) >> 8
-            tau, high, above = _search(logits_ptr, mass_ptr, list_ptr, listed * WIDTH, vocab, tau, high,
-                                       above, fine, True, target, top, scale, "listed", WIDTH, PIVOTS, LANES)
-            found = _collect(logits_ptr, list_ptr, found_ptr, listed, tau, high, vocab, WIDTH, 8 * LANES)
+        if listed * WIDTH > FLAT:
+            found = _collect(logits_ptr, list_ptr, found_ptr, listed, tau, vocab, WIDTH, FLAT)
         else:
-            found = _collect(logits_ptr, list_ptr, found_ptr, listed, tau, high, vocab, WIDTH, LANES)
+            found = _collect(logits_ptr, list_ptr, found_ptr, listed, tau, vocab, WIDTH, LANES)
         if limited:
-            tau, bound, above = _search(found_ptr, mass_ptr, list_ptr, found, found, tau, high, above, 0, False,
-                                    target, top, scale, "found", 1, PIVOTS, LANES)
-            room = (top_k - above.to(tl.int64)).to(tl.int32)
+            tau, bound, weight = _search(found_ptr, mass_ptr, found, tau, high, above, 0, False, target, top,
+                                         scale, 1, PIVOTS, LANES)
+            room = (top_k - weight.to(tl.int64)).to(tl.int32)
             kept = _mass_above(found_ptr, found, tau, top, scale, LANES)
             kept += room * tl.exp2((_value(tau) - top) * scale).to(tl.float64)
-            above = tl.full((), 0.0, tl.float64)
         if top_p < 1:
             least = tau
             target = top_p * kept
-            tau, bound, above = _search(found_ptr, mass_ptr, list_ptr, found, found, least, high, above, 0, True,
-                                    target, top, scale, "found", 1, PIVOTS, LANES)
+            if found > FLAT:  # narrow it down, and go on with few
+                fine = (high.to(tl.int64) - tau) >> 8
+                tau, high, above = _search(found_ptr, mass_ptr, found, tau, high, above, fine, True, target,
+                                           top, scale, 1, PIVOTS, LANES)
+                found = _keep(found_ptr, found, tau, high, FLAT)
+            tau, bound, above = _search(found_ptr, mass_ptr, found, tau, high, above, 0, True, target, top,
+                                        scale, 1, PIVOTS, LANES)
             one = tl.exp2((_value(tau) - top) * scale).to(tl.float64)
             fit = tl.minimum(tl.ceil((target - above) / one), tl.cast(vocab, tl.float64)).to(tl.int32)
             room = tl.minimum(tl.where(tau == least, room, vocab), tl.maximum(fit, 1))
@@ -274,7 +282,7 @@ def _draw_pick_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_p
         listed = _list_chunks(list_ptr, peak, tau, chunks)
         if listed * WIDTH > FLAT:
             _split_chunks(logits_ptr, list_ptr, mass_ptr, ties_ptr, listed, tau, vocab, top, scale, WIDTH,
-                          8 * LANES)
+                          FLAT)
         else:
             _split_chunks(logits_ptr, list_ptr, mass_ptr, ties_ptr, listed, tau, vocab, top, scale, WIDTH,
                           LANES)
