@@ -376,8 +376,11 @@ class ModelRunner:
         owner = np.repeat(np.arange(len(work)), count)
         entry = np.arange(len(owner)) - (count.cumsum() - count)[owner] + first[owner]
         per_block = self.block_size // ratio
-        block = np.array([work[o].blocks[e // per_block] for o, e in zip(owner, entry, strict=True)],
-                         dtype=np.int64)
+        begin, end = first // per_block, np.where(count > 0, -(-stop // per_block), first // per_block)
+        spans = zip(work, begin.tolist(), end.tolist(), strict=True)
+        held = [block for one, i, j in spans for block in one.blocks[i:j]]
+        offset = (end - begin).cumsum() - (end - begin) - begin
+        block = np.array(held, dtype=np.int64)[offset[owner] + entry // per_block]
         ring = None
         if ratio > 1 or not self.config.is_v41:
             members = pools.members(self.config, ratio)

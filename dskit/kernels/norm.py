@@ -59,7 +59,8 @@ def _config(lane: int, early: bool, resident: int = 1 << 20, stages: int = 1,
     return {"lane": lane, "early": early, "resident": resident, "stages": stages, "whole": whole}
 
 
-CONFIGS = {1 << 19: _config(8, True), 1 << 22: _config(16, True), 1 << 62: _config(32, False)}  # by elements
+CONFIGS = {1 << 19: _config(8, True, whole=True), 1 << 22: _config(16, True, whole=True),
+           1 << 62: _config(32, False)}  # by elements
 if common.INTERPRET:  # programs cost most
     CONFIGS = {1 << 62: _config(32, False)}
 LANES = (*(_config(lane, early) for lane in (8, 16, 32) for early in (True, False)), _config(64, False),
