@@ -40,6 +40,7 @@ from dskit.layers.rope import turns
 from dskit.layers.swa import RingPlan
 from dskit.model import Model, Step, directly
 
+MANY_ROWS = 1024  # of a step, beyond which tables of windows are made on the device
 
 @dataclass
 class Work:
@@ -91,34 +92,67 @@ class Pages:
         return Segment(self.rows, self.shape, self.visible, table.contiguous(), per_block)
 
 
-def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, want: np.ndarray,
-              saves: Saves = ()) -> RingPlan:
-    """Where rows of `want` [R, U] (positions of sequence owner[R]; < 0: none) stand, and where new rows go.
+@dataclass
+class Look:
+    """RingPlan.read as the host lays it out, one number per row and column: `reach` positions up to `last`,
+    none before `least`.
 
-    `reach` is the longest look back, itself included: few enough new rows are written before they are read.
-    `saves`: (owner, position, slot); the rows that a later one at that position reads go to that slot too.
+    From `start` on a position stands at `new` + position, before it at `old` + position; in rings of `ring`
+    rows (0: a line) all stand at `old` + position % ring.
     """
-    own = owner[:, None]
+
+    last: Tensor
+    least: Tensor
+    start: Tensor
+    new: Tensor
+    old: Tensor
+    reach: int
+    ring: int
+
+    def table(self) -> Tensor:
+        """Rows of the line, [R, reach], -1 for none."""
+        want = self.last[:, None] + torch.arange(1 - self.reach, 1, device=self.last.device)
+        if self.ring:
+            read = self.old[:, None] + want % self.ring
+        else:
+            read = want + torch.where(want >= self.start[:, None], self.new[:, None], self.old[:, None])
+        return torch.where(want < self.least[:, None], -1, read)
+
+
+def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, last: np.ndarray, least: np.ndarray,
+              saves: Saves = ()) -> RingPlan:
+    """Where `reach` positions up to last[R] of sequence owner[R] stand, none before least[R], and where new
+    rows go: `read` is a Look, its table where there are few rows.
+
+    Few enough new rows are written before they are read.  `saves`: (owner, position, slot); the rows that a
+    later one at that position reads go to that slot too.
+    """
+    new = old = at.slots * ring
     if at.counts.max(initial=0) + reach - 1 <= ring and not saves:
-        read = at.slots[own] * ring + want % ring
         history, kept, slots = None, None, at.slots[at.owner] * ring + at.pos % ring
     else:
         first = np.maximum(at.starts - (reach - 1), 0)
         length = at.starts - first
         before = 1 + np.concatenate(([0], length.cumsum()))  # row 0 of the line is the reserved, empty row
-        old = np.repeat(np.arange(len(first)), length)
-        old_pos = np.arange(len(old)) - (before[:-1] - 1)[old] + first[old]
-        history = np.concatenate(([0], at.slots[old] * ring + old_pos % ring))
-        new = before[-1] + at.offsets[:-1]
-        read = np.where(want >= at.starts[own], new[own] + want - at.starts[own],
-                        before[own] + want - first[own])
+        whose = np.repeat(np.arange(len(first)), length)
+        old_pos = np.arange(len(whose)) - (before[:-1] - 1)[whose] + first[whose]
+        history = np.concatenate(([0], at.slots[whose] * ring + old_pos % ring))
+        new, old = before[-1] + at.offsets[:-1] - at.starts, before[:-1] - first
         kept = np.flatnonzero(at.pos >= at.stops[at.owner] - ring)
         slots = at.slots[at.owner[kept]] * ring + at.pos[kept] % ring
         for who, position, slot in saves:
             pos = np.arange(max(at.starts[who], position - reach + 1), position)
             kept = np.concatenate((kept, at.offsets[who] + pos - at.starts[who]))
             slots = np.concatenate((slots, slot * ring + pos % ring))
-    return RingPlan(_tensor(np.where(want < 0, -1, read)), _tensor(history), _tensor(kept), _tensor(slots))
+    look = Look(*map(_tensor, (last, least, at.starts[owner], new[owner], old[owner])), reach,
+                ring if history is None else 0)
+    read = look if len(owner) > MANY_ROWS else look.table()
+    return RingPlan(read, _tensor(history), _tensor(kept), _tensor(slots))
+
+
+def _seen(plan: RingPlan) -> RingPlan:
+    """A plan on the device with its table."""
+    return replace(plan, read=plan.read.table()) if isinstance(plan.read, Look) else plan
 
 
 def _ids(work: list[Work], at: Layout, reach: int) -> tuple[np.ndarray, np.ndarray]:
@@ -272,7 +306,7 @@ class ModelRunner:
         plan = RingPlan(read, history.flatten(), nothing, nothing)
         ids = torch.nn.functional.pad(newest, (0, G - 1), value=config.dspark_noise_token_id)
         pos = start + torch.arange(G, device=self.device)
-        return self.arrive(Step(ids.flatten(), pos.flatten(), {}, (plan, plan)), unknown=False)
+        return self.arrive(Step(ids.flatten(), pos.flatten(), {}, (plan, None)), unknown=False)
 
     def publish(self, slots: list[int], ids: Tensor) -> None:
         """Note the newest token of each slot, for steps that are planned before it is known."""
@@ -293,8 +327,8 @@ class ModelRunner:
         return step
 
     def lay_out(self, work: list[Work]) -> Step:
-        """The same on the host, before it arrives: no angles; Pages for segments, first positions for the
-        turns of groups; an id below 0 is the newest one of that slot.
+        """The same on the host, before it arrives: no angles; Pages for segments, a Look where many rows
+        read, first positions for the turns of groups; an id below 0 is the newest one of that slot.
         """
         at = Layout(*(np.array([getattr(w, name) for w in work], dtype=np.int64)
                       for name in ("start", "stop", "seq_slot")))
@@ -319,12 +353,15 @@ class ModelRunner:
         if unknown:
             step = self._known(step)
         rope = {flag: turns(step.pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
-        groups = {r: replace(group, turn=turns(group.turn, self.model.frequency_1))
+        early, late = (plan and _seen(plan) for plan in step.windows)
+        groups = {r: replace(group, ring=group.ring and _seen(group.ring),
+                             turn=turns(group.turn, self.model.frequency_1))
                   for r, group in step.groups.items()}
         segments = {r: [pages.segment(self.block_size // r) for pages in parts]
                     for r, parts in step.segments.items()}
         tail = step.tail and (step.tail[0], self.arrive(step.tail[1], unknown))
-        return replace(step, rope=rope, groups=groups, segments=segments, tail=tail)
+        return replace(step, rope=rope, windows=(early, late or early), groups=groups, segments=segments,
+                       tail=tail)
 
     def _known(self, step: Step) -> Step:
         """With tokens that only the device knows, also where rows depend on them."""
@@ -358,17 +395,14 @@ class ModelRunner:
             step.gram = self._grams(around, place)
         return step
 
-    def _windows(self, at: Layout, floor: np.ndarray, late_floor: np.ndarray) -> tuple[RingPlan, RingPlan]:
-        """Plans of encoder and decoder layers; one and the same where both see as far back."""
-        early = self._window(at, floor)
-        return early, early if (floor == late_floor).all() else self._window(at, late_floor)
+    def _windows(self, at: Layout, floor: np.ndarray, late_floor: np.ndarray
+                 ) -> tuple[RingPlan, RingPlan | None]:
+        """Plans of encoder and decoder layers; None where these see as far back as those."""
+        return self._window(at, floor), None if (floor == late_floor).all() else self._window(at, late_floor)
 
     def _window(self, at: Layout, floor: np.ndarray) -> RingPlan:
         window, ring = self.config.sliding_window, pools.window_ring(self.config)
-        want = at.pos[:, None] + np.arange(1 - window, 1)
-        if floor.any():
-            want = np.where(want >= floor[at.owner, None], want, -1)
-        return ring_plan(at, ring, window, at.owner, want, at.saves)
+        return ring_plan(at, ring, window, at.owner, at.pos, floor[at.owner], at.saves)
 
     def _groups(self, work: list[Work], at: Layout, ratio: int) -> GroupPlan:
         first, stop = at.fresh // ratio, at.stops // ratio  # entries completed by these rows
@@ -384,8 +418,9 @@ class ModelRunner:
         ring = None
         if ratio > 1 or not self.config.is_v41:
             members = pools.members(self.config, ratio)
-            want = (entry[:, None] + 1) * ratio + np.arange(-members, 0)
-            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, want, at.saves)
+            last = (entry + 1) * ratio - 1
+            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, last,
+                             np.zeros_like(last), at.saves)
         slots = _tensor(block * per_block + entry % per_block)
         again = (at.fresh > at.starts).any()
         rows = np.flatnonzero(at.pos >= at.fresh[at.owner]) if again else None

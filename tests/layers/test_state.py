@@ -55,6 +55,12 @@ def test_release_bits_do_not_depend_on_the_schedule(made, name):
     check_bits(made, name)
 
 
+@pytest.mark.parametrize("name", ["odd", "v4-5"])
+def test_bits_do_not_depend_on_where_tables_of_windows_are_made(made, name, monkeypatch):
+    monkeypatch.setattr("dskit.engine.runner.MANY_ROWS", 3)  # prompts' on the device, others on the host
+    check_bits(made, name)
+
+
 def test_smallest_blocks(made):
     """One group per block: every entry is at a block's edge."""
     check_exact(made, "tiny", blocks_of=1, lengths=(30, 9))
