@@ -460,7 +460,7 @@ def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block:
     T, coded, wide = x.shape[0], x_scale is not None, block[1] >= 128
     table = (CODED if coded else PLAIN) | (SPANS if wide else {})
     part = "few" if T <= MANY else "spans" if wide else "many"
-    fast = up_to(FAST, T)
+    fast = up_to(FAST, max(T, 65) if coded else T)  # fewer numbers are not worth rounding first
     config = _config(f"gemm.fp8/{part}", table, T, row_tile, N, K, block[1], int(coded),
                      default=fast if _for_hopper(fast, x, weight, block, dtype) else None)
     if config["way"] in HOPPER and not _for_hopper(config, x, weight, block, dtype):
