@@ -88,11 +88,14 @@ def _hopper(way: str, block_t: int, block_n: int, fill: int, num_stages: int) ->
 
 # rows up to -> a way, its tile, and programs that a multiprocessor should get (K is cut for it)
 RESTORED = _way("restored", 0, 32, 256, 0, 4, 1)
-PROJECT = {16: _numbers(16, 64, 128, 4, 4, 4), 64: _numbers(64, 64, 128, 3, 4, 3),
-           256: _numbers(128, 128, 64, 1, 8, 5, turned=0), 1 << 62: RESTORED}
-PLAIN = PROJECT | {256: _codes(64, 128, 2, 4, 4)}
-CODED = {64: _codes(64, 64, 3, 4, 4), 256: _codes(64, 128, 2, 4, 4), 1 << 62: RESTORED}
-SPANS = {1 << 62: _codes(128, 128, 1, 8, 4, tall=2)}  # a scale for 128 channels: fewer sums are under way
+PROJECT = {16: _numbers(16, 64, 128, 4, 4, 4), 32: _numbers(32, 64, 128, 3, 4, 4),
+           64: _numbers(64, 64, 128, 3, 4, 3), 256: _numbers(128, 128, 64, 1, 8, 5, turned=0),
+           1 << 62: RESTORED}
+PLAIN = {16: PROJECT[16], 32: PROJECT[32], 256: _codes(64, 128, 2, 4, 4),
+         1024: RESTORED, 1 << 62: RESTORED}  # of which SPANS takes the last two
+CODED = PLAIN | {16: _codes(16, 64, 4, 4, 5, turned=1), 32: _codes(32, 64, 4, 4, 5, turned=1)}
+SPANS = {1024: _codes(64, 128, 1, 4, 4, tma=1),  # a scale for 128 channels: fewer sums are under way
+         1 << 62: _codes(128, 128, 1, 8, 4, tall=2)}
 FEW = (_numbers(16, 64, 128, 4, 4, 4), _numbers(16, 64, 128, 2, 4, 6), _numbers(32, 64, 128, 3, 4, 4),
        _numbers(64, 64, 128, 3, 4, 3), _numbers(64, 64, 64, 4, 4, 5),
        *(_numbers(*each, turned=0) for each in ((64, 128, 64, 2, 4, 4), (64, 256, 64, 1, 8, 5),
@@ -106,7 +109,7 @@ HOPPER = {"groups": (_hopper("groups", 128, 128, 1, 6), _hopper("groups", 128, 6
           "spans": (_hopper("spans", 128, 256, 1, 4), _hopper("spans", 192, 128, 1, 4),
                     _hopper("spans", 128, 128, 1, 6))}
 # the same for Hopper, where one was faster at every width that was timed on an H200, 2026-11-30
-FAST = {64: None, 256: HOPPER["groups"][2], 1024: None, 1 << 62: HOPPER["spans"][0]}
+FAST = {32: None, 256: HOPPER["groups"][2], 1024: None, 1 << 62: HOPPER["spans"][0]}
 CANDIDATES = {
     "gemm.fp8/few": (*FEW, *HOPPER["groups"],
                      _codes(16, 64, 4, 4, 5, turned=1), _codes(16, 128, 2, 4, 6, turned=1),
@@ -460,7 +463,7 @@ def fp8(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, block:
     T, coded, wide = x.shape[0], x_scale is not None, block[1] >= 128
     table = (CODED if coded else PLAIN) | (SPANS if wide else {})
     part = "few" if T <= MANY else "spans" if wide else "many"
-    fast = up_to(FAST, max(T, 65) if coded else T)  # fewer numbers are not worth rounding first
+    fast = up_to(FAST, max(T, 33) if coded else T)  # fewer numbers are not worth rounding first
     config = _config(f"gemm.fp8/{part}", table, T, row_tile, N, K, block[1], int(coded),
                      default=fast if _for_hopper(fast, x, weight, block, dtype) else None)
     if config["way"] in HOPPER and not _for_hopper(config, x, weight, block, dtype):
