@@ -166,11 +166,11 @@ def sources(found: list[Record]) -> list[str]:
 
 
 def shares(found: list[Record], rows: int | None = None) -> list[Record]:
-    """What `viz.figures.floor_shares` draws: per op the record with so many rows, else its last one."""
+    """What `viz.figures.floor_shares` draws: per op the first record with so many rows, else its last one."""
     picked: dict[str, Record] = {}
     for record in found:
         before = picked.get(record["op"])
-        if before is None or before["shape"].get("rows") != rows or record["shape"].get("rows") == rows:
+        if before is None or before["shape"].get("rows") != rows:
             picked[record["op"]] = record
     bars = []
     for name, record in picked.items():

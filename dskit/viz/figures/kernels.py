@@ -27,7 +27,7 @@ def floor_shares(rows: Rows, title: str = "Share of the floor that each kernel r
     for i, row in enumerate(rows):
         y = top - 3.6 - 4.2 * i
         write(axes, left - 1, y + 0.7, row["what"], ha="right", fontsize=9)
-        shape = shorten(row["shape"], 46, placeholder=" ...")
+        shape = shorten(row["shape"], 42, placeholder=" ...")
         write(axes, left - 1, y - 1.0, shape, ha="right", fontsize=6.8, color=theme().faint)
         _floor_bar(axes, left, full, y, row)
     return picture
