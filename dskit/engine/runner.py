@@ -42,6 +42,7 @@ from dskit.model import Model, Step, directly
 
 MANY_ROWS = 1024  # of a step, beyond which tables of windows are made on the device
 
+
 @dataclass
 class Work:
     """New rows [start, stop) of one sequence; `tokens` holds its ids up to stop at least.
@@ -94,11 +95,11 @@ class Pages:
 
 @dataclass
 class Look:
-    """RingPlan.read as the host lays it out, one number per row and column: `reach` positions up to `last`,
-    none before `least`.
+    """RingPlan.read as the host lays it out, with a number a row: `reach` positions up to `last`, none before
+    `least`.
 
-    From `start` on a position stands at `new` + position, before it at `old` + position; in rings of `ring`
-    rows (0: a line) all stand at `old` + position % ring.
+    In a line a position from `start` on stands at `new` + position, one before it at `old` + position; in
+    rings of `ring` rows (0: a line) all stand at `old` + position % ring.
     """
 
     last: Tensor
