@@ -9,7 +9,7 @@ Idea
 
 Shapes
     tuned.json: GPU -> kernel -> {date, driver, torch, triton, commit, sizes}, each size {key, config, us,
-    default_us}; key = [rows, *widths] as the kernel asks.  A run replaces the kernels that it measured.
+    default_us}; key = [rows, *widths] as the kernel asks.  A run replaces the sizes that it measured.
 
 Units
     Microseconds, medians.
@@ -57,7 +57,7 @@ def main(args: Any) -> int:
     from dskit.kernels import common
 
     end = time.monotonic() + 60 * args.minutes
-    jobs = kernels.chosen(KernelsArgs(op=args.op))
+    jobs = calls(args.op)
     options = worker.Options(seed=args.seed, work="tune")
     compile_all(jobs, options, time.monotonic() + 60 * SHARE * args.minutes)
     found: dict[str, list[Record]] = {}
@@ -68,6 +68,13 @@ def main(args: Any) -> int:
                 sizes.append(size)
     write(found, Path(args.out or common.TUNED))
     return 0
+
+
+def calls(op: str) -> list[Record]:
+    """The calls that are tuned for these ops: those that are timed, then what layers use beside them."""
+    jobs = kernels.chosen(KernelsArgs(op=op))
+    names = dict.fromkeys(job["op"] for job in jobs)
+    return [*jobs, *({"op": name, "shape": shape} for name in names for shape in all_cases()[name].tuned)]
 
 
 def compile_all(jobs: list[Record], options: worker.Options, end: float) -> None:
@@ -101,13 +108,18 @@ def said(job: Record, answer: Any) -> list[Record]:
 
 
 def write(found: dict[str, list[Record]], out: Path) -> None:
-    """Put what was measured into a table, beside what it says of other kernels and GPUs."""
+    """Put what was measured into a table, beside what it says of other sizes, kernels and GPUs."""
     from dskit.kernels import common
 
     table = json.loads((out if out.exists() else common.TUNED).read_text())
     env, gpu = worker.environment(), torch.cuda.get_device_name()
     run = {"date": time.strftime("%Y-%m-%d")} | {name: env[name] for name in RUN}
-    table[gpu] = table.get(gpu, {}) | {name: run | {"sizes": sizes} for name, sizes in found.items()}
+    old = table.get(gpu, {})
+    for name, sizes in found.items():
+        new = [size["key"] for size in sizes]
+        kept = [size for size in old.get(name, {"sizes": []})["sizes"] if size["key"] not in new]
+        old[name] = run | {"sizes": [*kept, *sizes]}
+    table[gpu] = old
     out.write_text("\n".join(lines(table)) + "\n")
     print(f"{sum(map(len, found.values()))} sizes of {len(found)} kernels: {out}")
 

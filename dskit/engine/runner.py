@@ -122,8 +122,8 @@ class Look:
 
 def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, last: np.ndarray, least: np.ndarray,
               saves: Saves = ()) -> RingPlan:
-    """Where `reach` positions up to last[R] of sequence owner[R] stand, none before least[R], and where new
-    rows go: `read` is a Look, its table where there are few rows.
+    """Where `reach` positions up to last[R] of sequence owner[R] stand, none before least[R], as a Look, and
+    where new rows go.
 
     Few enough new rows are written before they are read.  `saves`: (owner, position, slot); the rows that a
     later one at that position reads go to that slot too.
@@ -147,12 +147,11 @@ def ring_plan(at: Layout, ring: int, reach: int, owner: np.ndarray, last: np.nda
             slots = np.concatenate((slots, slot * ring + pos % ring))
     look = Look(*map(_tensor, (last, least, at.starts[owner], new[owner], old[owner])), reach,
                 ring if history is None else 0)
-    read = look if len(owner) > MANY_ROWS else look.table()
-    return RingPlan(read, _tensor(history), _tensor(kept), _tensor(slots))
+    return RingPlan(look, _tensor(history), _tensor(kept), _tensor(slots))
 
 
 def _seen(plan: RingPlan) -> RingPlan:
-    """A plan on the device with its table."""
+    """A plan with its table."""
     return replace(plan, read=plan.read.table()) if isinstance(plan.read, Look) else plan
 
 
@@ -328,8 +327,8 @@ class ModelRunner:
         return step
 
     def lay_out(self, work: list[Work]) -> Step:
-        """The same on the host, before it arrives: no angles; Pages for segments, a Look where many rows
-        read, first positions for the turns of groups; an id below 0 is the newest one of that slot.
+        """The same on the host, before it arrives: no angles; Pages for segments, a Look for the windows of
+        many rows, first positions for the turns of groups; an id below 0 is the newest one of that slot.
         """
         at = Layout(*(np.array([getattr(w, name) for w in work], dtype=np.int64)
                       for name in ("start", "stop", "seq_slot")))
@@ -355,8 +354,7 @@ class ModelRunner:
             step = self._known(step)
         rope = {flag: turns(step.pos, getattr(self.model, f"frequency_{flag:d}")) for flag in (False, True)}
         early, late = (plan and _seen(plan) for plan in step.windows)
-        groups = {r: replace(group, ring=group.ring and _seen(group.ring),
-                             turn=turns(group.turn, self.model.frequency_1))
+        groups = {r: replace(group, turn=turns(group.turn, self.model.frequency_1))
                   for r, group in step.groups.items()}
         segments = {r: [pages.segment(self.block_size // r) for pages in parts]
                     for r, parts in step.segments.items()}
@@ -403,7 +401,8 @@ class ModelRunner:
 
     def _window(self, at: Layout, floor: np.ndarray) -> RingPlan:
         window, ring = self.config.sliding_window, pools.window_ring(self.config)
-        return ring_plan(at, ring, window, at.owner, at.pos, floor[at.owner], at.saves)
+        plan = ring_plan(at, ring, window, at.owner, at.pos, floor[at.owner], at.saves)
+        return plan if len(at.pos) > MANY_ROWS else _seen(plan)
 
     def _groups(self, work: list[Work], at: Layout, ratio: int) -> GroupPlan:
         first, stop = at.fresh // ratio, at.stops // ratio  # entries completed by these rows
@@ -420,8 +419,8 @@ class ModelRunner:
         if ratio > 1 or not self.config.is_v41:
             members = pools.members(self.config, ratio)
             last = (entry + 1) * ratio - 1
-            ring = ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, last,
-                             np.zeros_like(last), at.saves)
+            ring = _seen(ring_plan(at, pools.carry_ring(self.config, ratio), members, owner, last,
+                                   np.zeros_like(last), at.saves))
         slots = _tensor(block * per_block + entry % per_block)
         again = (at.fresh > at.starts).any()
         rows = np.flatnonzero(at.pos >= at.fresh[at.owner]) if again else None

@@ -143,8 +143,8 @@ def pow2(n: int) -> int:
 # ---- on the host: configurations ---------------------------------------------------------------------------
 
 def up_to(table: Mapping[int, Config], rows: int) -> Config:
-    """The entry of a table by rows whose limit is the first to hold so many."""
-    return next(entry for most, entry in table.items() if rows <= most)
+    """The entry of a table by rows whose limit is the least to hold so many."""
+    return table[min(most for most in table if rows <= most)]
 
 
 def tuned(name: str, key: Key, default: Config) -> Config:

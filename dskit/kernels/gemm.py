@@ -91,8 +91,7 @@ RESTORED = _way("restored", 0, 32, 256, 0, 4, 1)
 PROJECT = {16: _numbers(16, 64, 128, 4, 4, 4), 32: _numbers(32, 64, 128, 3, 4, 4),
            64: _numbers(64, 64, 128, 3, 4, 3), 256: _numbers(128, 128, 64, 1, 8, 5, turned=0),
            1 << 62: RESTORED}
-PLAIN = {16: PROJECT[16], 32: PROJECT[32], 256: _codes(64, 128, 2, 4, 4),
-         1024: RESTORED, 1 << 62: RESTORED}  # of which SPANS takes the last two
+PLAIN = {16: PROJECT[16], 32: PROJECT[32], 256: _codes(64, 128, 2, 4, 4), 1 << 62: RESTORED}
 CODED = PLAIN | {16: _codes(16, 64, 4, 4, 5, turned=1), 32: _codes(32, 64, 4, 4, 5, turned=1)}
 SPANS = {1024: _codes(64, 128, 1, 4, 4, tma=1),  # a scale for 128 channels: fewer sums are under way
          1 << 62: _codes(128, 128, 1, 8, 4, tall=2)}
@@ -108,8 +107,8 @@ HOPPER = {"groups": (_hopper("groups", 128, 128, 1, 6), _hopper("groups", 128, 6
                      _hopper("groups", 64, 128, 2, 4), _hopper("groups", 64, 64, 2, 6)),
           "spans": (_hopper("spans", 128, 256, 1, 4), _hopper("spans", 192, 128, 1, 4),
                     _hopper("spans", 128, 128, 1, 6))}
-# the same for Hopper, where one was faster at every width that was timed on an H200, 2026-11-30, of 128
-# rows and of 4,096
+# the same for Hopper, where one was the fastest at most widths that were timed on an H200 with 128 and with
+# 4,096 rows, 2026-11-30; those of 33 to 64 rows are taken as those of 128
 FAST = {32: None, 256: HOPPER["groups"][2], 1024: None, 1 << 62: HOPPER["spans"][0]}
 CANDIDATES = {
     "gemm.fp8/few": (*FEW, *HOPPER["groups"],

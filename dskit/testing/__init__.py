@@ -95,6 +95,7 @@ class Cases:
     classes: str
     edges: tuple[Shape, ...]
     frozen: tuple[Shape, ...] = ()
+    tuned: tuple[Shape, ...] = ()  # beside the frozen ones, of layers whose kernels are tuned for them
     nbytes: Callable[[Shape], int] | None = None
     flop: Callable[[Shape], int] | None = None
     peak: str = "fp32"  # which peak binds the flop: fp32, tf32, bf16, fp8

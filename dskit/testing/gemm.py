@@ -31,6 +31,10 @@ FROZEN = (*({"rows": rows, "n": n, "k": k} for n, k in WIDTHS for rows in ROWS),
           *({"rows": rows, "n": n, "k": k} | CODED for n, k in WIDTHS[:3] for rows in (1, 32, 128, 4096)),
           *({"rows": rows, "n": n, "k": k} | LONG for n, k in WIDTHS[:3] for rows in (128, 4096)),
           *({"rows": rows, "n": 5120, "k": 8192} | V4 for rows in (128, 4096)))
+ALONE = ((1280, 5120), (512, 5120), (2304, 5120), (4096, 1280))  # what layers multiply one by one
+ALONE_V4 = ((1024, 4096), (32768, 1024), (512, 4096), (4096, 8192), (2048, 4096), (4096, 2048), (8192, 1024))
+TUNED = (*({"rows": rows, "n": n, "k": k} for n, k in ALONE for rows in ROWS),
+         *({"rows": rows, "n": n, "k": k} | V4 for n, k in ALONE_V4 for rows in ROWS))
 GROUPED_EDGES = ({"rows": 0, "n": 32, "k": 64, "groups": 2}, {"rows": 1, "n": 64, "k": 544, "groups": 2},
                  {"rows": 19, "n": 32, "k": 96, "groups": 3}, {"rows": 70, "n": 160, "k": 64, "groups": 1},
                  {"rows": 4, "n": 128, "k": 256, "groups": 2} | V4,
@@ -89,7 +93,7 @@ def _flop(shape: Shape) -> int:
 
 
 CASES = [
-    Cases("gemm.fp8", _fp8, "G", EDGES, FROZEN, nbytes=_fp8_bytes, flop=_flop, peak="fp8"),
+    Cases("gemm.fp8", _fp8, "G", EDGES, FROZEN, TUNED, nbytes=_fp8_bytes, flop=_flop, peak="fp8"),
     Cases("gemm.project", _project, "G", GROUPED_EDGES, GROUPED, nbytes=_project_bytes, flop=_flop,
           peak="bf16"),
 ]

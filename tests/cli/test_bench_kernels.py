@@ -390,11 +390,14 @@ def test_the_fastest_right_configuration_is_taken_and_read_back(monkeypatch, tmp
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(common, "TUNED", tmp_path / "tuned.json")
     monkeypatch.setattr(common, "INTERPRET", False)
-    common.TUNED.write_text('{"A": {"b": {"sizes": []}}, "NVIDIA H200": {"c": {"sizes": []}}}')
+    before = {"sizes": [{"key": [8, width], "config": slow} for width in (64, 96)]}
+    empty = {"sizes": []}
+    common.TUNED.write_text(json.dumps({"A": {"b": empty}, "NVIDIA H200": {"c": empty, "norm.rms": before}}))
     tune.write({size.pop("kernel"): [size]}, common.TUNED)
     table = json.loads(common.TUNED.read_text())
     assert set(table["NVIDIA H200"]) == {"c", "norm.rms"} and set(table) == {"A", "NVIDIA H200"}
     assert table["NVIDIA H200"]["norm.rms"].keys() == {"date", "driver", "torch", "triton", "commit", "sizes"}
+    assert [size["key"] for size in table["NVIDIA H200"]["norm.rms"]["sizes"]] == [[8, 96], [8, 64]]
     for cached in (common._tables, common._measured):
         cached.cache_clear()
     keys = (1, 64), (5000, 64), (8, 65)
@@ -410,6 +413,14 @@ def candidates():
         with contextlib.suppress(ops.UnknownImplementation):
             op.implementation("triton")
     return tune.candidates()
+
+
+def test_products_in_the_table_can_be_measured_again():
+    shapes = [call["shape"] for call in tune.calls("gemm.fp8")]
+    known = {(s["rows"], s["n"], s["k"], s.get("block_k", 32), s.get("coded", 0)) for s in shapes}
+    table = json.loads(common.TUNED.read_text())["NVIDIA H200"]
+    for name in ("gemm.fp8/few", "gemm.fp8/many", "gemm.fp8/spans"):
+        assert {tuple(size["key"]) for size in table[name]["sizes"]} <= known
 
 
 def test_the_table_holds_configurations_that_the_kernels_know(candidates):
