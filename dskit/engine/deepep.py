@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dskit.engine import eplb
+
 Peers = Any  # of exchange.py, which registers what is here
 
 
@@ -35,8 +37,8 @@ class Trip:
     handle: Any
 
 
-def why_not(x: Tensor, slot: Tensor, weight: Tensor, slots: int, fmt: str | None, peers: Peers,
-            rows: int | None = None) -> str | None:
+def why_not(x: Tensor, slot: Tensor, weight: Tensor, slots: int, fmt: str | None, peers: Peers, *_: Any
+            ) -> str | None:
     """Why it cannot carry these rows, or None."""
     if importlib.util.find_spec("deep_ep") is None:
         return "the package deep_ep is not installed; its repository says how to build it"
@@ -66,13 +68,14 @@ def _buffer(group: dist.ProcessGroup, nbytes: int) -> Any:
 
 
 def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: str | None, peers: Peers,
-             rows: int | None = None) -> tuple[Tensor, Tensor, Trip]:
+             rows: int | None = None, load_P: Tensor | None = None) -> tuple[Tensor, Tensor, Trip]:
     """As exchange.dispatch."""
     buffer, slot = _buffer(peers.group, x_TD.shape[1] * 2), slot_TJ.contiguous()
     per_rank, per_rdma_rank, per_slot, to_rank, _ = buffer.get_dispatch_layout(slot, slots * peers.size)
     x, slot_RJ, weight_RJ, _, handle, _ = buffer.dispatch(
         x_TD.contiguous(), topk_idx=slot, topk_weights=weight_TJ.contiguous(), num_tokens_per_rank=per_rank,
         num_tokens_per_rdma_rank=per_rdma_rank, is_token_in_rank=to_rank, num_tokens_per_expert=per_slot)
+    eplb.count(slot_RJ, load_P)
     return x, weight_RJ, Trip(slot_RJ, handle)
 
 

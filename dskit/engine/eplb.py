@@ -34,6 +34,13 @@ WINDOW = 100  # steps that a plan looks back on
 # ---- what is counted -------------------------------------------------------------------------------------
 
 
+def count(slot_RJ: Tensor, load_P: Tensor | None) -> None:
+    """Add the rows that have come to each slot; -1 is none."""
+    if load_P is not None:
+        slot = slot_RJ.flatten()
+        load_P.index_add_(0, slot.clamp(min=0), (slot >= 0).to(load_P.dtype))
+
+
 class Load:
     """Rows that the local slots of each layer received, step by step: a ring of the last ones.
 

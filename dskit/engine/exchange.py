@@ -159,6 +159,8 @@ class SlotMap:
 
     def slots(self, expert_TJ: Tensor, rank: int) -> Tensor:
         """A physical slot for each choice; replicas take turns from row to row and from rank to rank."""
+        if self.log2phys.shape[1] == 1:
+            return self.log2phys[:, 0][expert_TJ]
         row = torch.arange(rank, rank + expert_TJ.shape[0], device=expert_TJ.device)[:, None]
         return self.log2phys[expert_TJ, row % self.count[expert_TJ]]
 
@@ -183,11 +185,12 @@ class Trip:
 
 @ops.op("exchange.dispatch", grad=False)
 def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: str | None, peers: Peers,
-             rows: int | None = None) -> tuple[Tensor, Tensor, Trip]:
+             rows: int | None = None, load_P: Tensor | None = None) -> tuple[Tensor, Tensor, Trip]:
     """Rows that come here, their weights, and where they came from: (x_RD, weight_RJ, trip).
 
     slot_TJ: physical slots, -1 for none; `slots` of them are on each rank. fmt: x is rounded in this format.
-    rows: as many as any rank brings, where that is agreed. trip.slot_RJ: slots here of the rows that came.
+    rows: as many as any rank brings, where that is agreed. load_P: gets what comes to each slot here added.
+    trip.slot_RJ: slots here of the rows that came.
     """
     assert x_TD.shape[0] <= peers.max_rows, f"{x_TD.shape[0]} rows, but a step has {peers.max_rows} at most"
     rank_K = torch.arange(peers.size, device=x_TD.device)
@@ -201,8 +204,9 @@ def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: 
     sent_K = goes_KT.sum(dim=1)
     sent, received = sent_K.tolist(), _swap(sent_K, None, None, peers).tolist()
     *row, slot_RJ, weight_RJ = _open(_swap(_parcel(parts), sent, received, peers), parts)
-    x_RD = row[0] if fmt is None else decode(*row, fmt, x_TD.dtype)
-    return x_RD, weight_RJ, Trip(x_TD.shape[0], token_S, slot_SJ, slot_RJ.long(), sent, received)
+    x_RD, slot_RJ = row[0] if fmt is None else decode(*row, fmt, x_TD.dtype), slot_RJ.long()
+    eplb.count(slot_RJ, load_P)
+    return x_RD, weight_RJ, Trip(x_TD.shape[0], token_S, slot_SJ, slot_RJ, sent, received)
 
 
 @ops.op("exchange.combine", grad=False)
@@ -282,9 +286,8 @@ class Exchange:
         """
         slot_TJ, peers = self.map.slots(expert_TJ, self.peers.rank), self.peers
         rows = len(x_TD) if peers.rows == ALIKE else peers.rows
-        x, weight, trip = dispatch(x_TD, slot_TJ, weight_TJ, self.slots, self.fmt, peers, rows)
+        x, weight, trip = dispatch(x_TD, slot_TJ, weight_TJ, self.slots, self.fmt, peers, rows, self.load)
         slot = trip.slot_RJ
-        self.load.index_add_(0, slot.flatten().clamp(min=0), (slot >= 0).flatten().to(self.load.dtype))
         if self.each:
             x, slot, weight = x.repeat_interleave(slot.shape[1], 0), slot.view(-1, 1), weight.view(-1, 1)
         return x, slot, weight, trip

@@ -102,7 +102,7 @@ class RankEngine(Engine):
             length = min(self.cfg.max_model_len, WARM)
             self.runner.warm_up(self.cfg.max_num_batched_tokens, self.cfg.max_num_seqs, length)
             if self.rebalancer is not None:
-                self.rebalancer.drop()
+                self.rebalancer.warm_up()
 
     def start(self) -> None:
         """Let the engine's thread step with the others, from here to the end."""

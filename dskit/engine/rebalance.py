@@ -156,11 +156,12 @@ class Rebalancer:
         if self.draft is not None:
             self.draft.close()
 
-    def drop(self) -> None:
-        """Forget what was received since the last step."""
+    def warm_up(self) -> None:
+        """Look once, which takes long at first, and forget what has been received; on every rank."""
+        self.look()
         self.load.drop()
         if self.draft is not None:
-            self.draft.load.drop()
+            self.draft.warm_up()
 
     def after_step(self, counts: bool = True) -> None:
         """A step has ended on all ranks; `counts`: its rows are of the kind to prepare for.

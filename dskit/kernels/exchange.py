@@ -130,7 +130,8 @@ def _channels(item, i, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 
 @triton.jit
 def _row_of(item, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    return tl.cast(item // ((D + TILE * TILES - 1) // (TILE * TILES)), tl.int64)
+    PARTS: tl.constexpr = (D + TILE * TILES - 1) // (TILE * TILES)
+    return tl.cast(item // PARTS, tl.int64)
 
 
 @triton.jit
@@ -179,10 +180,13 @@ def _send(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, rows_at, slots_at,
 
 
 @triton.jit
-def _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, size, RANK: tl.constexpr,
-             SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-             TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The slots of the same row of every rank, and the same part of it, of peers from its codes."""
+def _receive(codes_ptr, came_ptr, slot_ptr, load_ptr, out_ptr, item, rows, stride_row, size,
+             RANK: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
+             GROUP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The slots of the same row of every rank, which its first part counts, and the same part of it, of peers
+    from its codes.
+    """
+    PARTS: tl.constexpr = (D + TILE * TILES - 1) // (TILE * TILES)
     t = _row_of(item, D, TILE, TILES)
     j = tl.arange(0, BLOCK_J)
     widths = ()
@@ -191,6 +195,9 @@ def _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, siz
         reach = J if k == RANK else tl.where(size > 0, J, 0)
         slot = tl.load(came_ptr + at, mask=j < reach, other=-1)
         tl.store(slot_ptr + at, slot, mask=j < J)
+        if load_ptr is not None:
+            counted = (slot >= 0) & (item % PARTS == 0)
+            tl.atomic_add(load_ptr + slot, tl.full((BLOCK_J,), 1, tl.int64), mask=counted, sem="relaxed")
         widths += (tl.where(tl.max(slot, axis=0) >= 0, D, 0),)
     for k in tl.static_range(SIZE):
         if KIND is not None and k != RANK:
@@ -209,8 +216,8 @@ def _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, siz
 
 @triton.jit
 def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_ptr, codes_ptr, came_ptr,
-                     slot_ptr, seen_ptr, flags_at, rows_at, slots_at, weights_at, T, rows, slots, stride_x,
-                     stride_row, live_ptr, alone_ptr, ended_ptr, turns, each, RANK: tl.constexpr,
+                     slot_ptr, load_ptr, seen_ptr, flags_at, rows_at, slots_at, weights_at, T, rows, slots,
+                     stride_x, stride_row, live_ptr, alone_ptr, ended_ptr, turns, each, RANK: tl.constexpr,
                      SIZE: tl.constexpr, D: tl.constexpr, J: tl.constexpr, KIND: tl.constexpr,
                      GROUP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK_J: tl.constexpr,
                      FLAGS: tl.constexpr, PEERS: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr):
@@ -233,8 +240,8 @@ def _dispatch_kernel(x_ptr, asked_ptr, weight_ptr, out_ptr, address_ptr, flags_p
         if RECEIVE and turn > 0:
             _await(flags_ptr, ended_ptr, seen + turn, size, RANK, FLAGS, PEERS)
             for item in range(first, tl.minimum(first + each * programs, items), programs):
-                _receive(codes_ptr, came_ptr, slot_ptr, out_ptr, item, rows, stride_row, size, RANK, SIZE, D,
-                         J, KIND, GROUP, TILE, TILES, BLOCK_J)
+                _receive(codes_ptr, came_ptr, slot_ptr, load_ptr, out_ptr, item, rows, stride_row, size, RANK,
+                         SIZE, D, J, KIND, GROUP, TILE, TILES, BLOCK_J)
     if RECEIVE:
         tl.store(seen_ptr + program, tl.where(size > 0, seen + turns, seen))
 
@@ -264,10 +271,10 @@ def _apart(peers: Peers, rows: int | None, fmt: str | None, *tensors: Tensor) ->
     return too_wide(*tensors) or refuse(*tensors)
 
 
-@ops.implement("exchange.dispatch", "triton", when=lambda x, slot, weight, slots, fmt, peers, rows:
+@ops.implement("exchange.dispatch", "triton", when=lambda x, slot, weight, slots, fmt, peers, rows, *_:
                _apart(peers, rows, fmt, x, weight))
 def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: str | None, peers: Peers,
-             rows: int | None) -> tuple[Tensor, Tensor, Trip]:
+             rows: int | None, load_P: Tensor | None = None) -> tuple[Tensor, Tensor, Trip]:
     """(x_RD, weight_RJ, trip): `rows` of each rank, those with no slot here are none."""
     (T, D), J, window, size = x_TD.shape, slot_TJ.shape[1], peers.window, peers.size
     require(rows >= T, "x_TD", f"has {T} rows, {rows} were agreed on")
@@ -282,18 +289,18 @@ def dispatch(x_TD: Tensor, slot_TJ: Tensor, weight_TJ: Tensor, slots: int, fmt: 
         out = window.part("rows", x.dtype, size * rows, D)
     trip = Trip(asked, slot_RJ, slots, rows)
     if rows:
-        _there(out, trip, x, weight, (kind, group), peers)
+        _there(out, trip, x, weight, load_P, (kind, group), peers)
     return out, window.part("weights", torch.float32, size * rows, J), trip
 
 
-def _there(out: Tensor, trip: Trip, x: Tensor, weight: Tensor, fmt: tuple[str | None, int], peers: Peers,
-           send: bool = True, receive: bool = True) -> None:
+def _there(out: Tensor, trip: Trip, x: Tensor, weight: Tensor, load: Tensor | None,
+           fmt: tuple[str | None, int], peers: Peers, send: bool = True, receive: bool = True) -> None:
     """The launch; one half of it, where ranks are one after the other."""
     (T, D), (kind, group), window, J = x.shape, fmt, peers.window, weight.shape[1]
     how, at = _how("exchange.dispatch", peers, trip.rows, trip.rows, D, group), window.at
     _dispatch_kernel[(how["programs"],)](
         x, trip.asked_TJ, weight, out, window.address_K, window.part("flags", torch.int64, 1),
-        window.own[at["rows"]:], window.part("slots", torch.int64, 1), trip.slot_RJ, window.seen[0],
+        window.own[at["rows"]:], window.part("slots", torch.int64, 1), trip.slot_RJ, load, window.seen[0],
         at["flags"], at["rows"], at["slots"], at["weights"], T, trip.rows, trip.slots, x.stride(0),
         D + cdiv(D, group), peers.live, window.alone, window.ended,
         cdiv(how["items"], how["programs"] * how["turn"]), how["turn"], peers.rank, peers.size, D, J, kind,

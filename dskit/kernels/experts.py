@@ -17,7 +17,7 @@ Idea
         down       the second product, a row for each token and expert; `combine` adds them in slot order
 
     Which tokens meet which rows is counted on the device: `moe.plan` sorts, `_tiles_kernel` cuts every
-    expert's rows into tiles.  The grid holds the most tiles there can be; what is over returns at once.
+    expert's rows into tiles; of few slots both are one launch.  The grid holds the most tiles there can be; what is over returns at once.
     A token alone needs neither: its J slots are the tiles.
 
 Shapes
@@ -400,6 +400,18 @@ def _stored(weight: Experts) -> tuple[Tensor, Tensor | None]:
     return weight.weight.view(torch.int32), weight.scale.view(torch.uint8)
 
 
+def _plan(topk_TJ: Tensor, E: int, first: int, tokens: int, tokens2: int) -> tuple[Tensor, ...]:
+    """(order, place, end) of moe.plan, and tiles of so many tokens for each product."""
+    R, same = topk_TJ.numel(), tokens2 == tokens
+    if R <= moe.FEW:
+        tile, tile2 = torch.empty(2, R, 4, dtype=torch.int32, device=topk_TJ.device)
+        _, *plan = moe._planned(topk_TJ, E, first, tile, tokens, None if same else tile2, tokens2)
+        return *plan, tile, tile if same else tile2
+    _, *plan, end = moe.plan(topk_TJ, E, first)
+    tile = _tiles(end, R, tokens)
+    return *plan, end, tile, tile if same else _tiles(end, R, tokens2)
+
+
 def _tiles(end_E: Tensor, rows: int, tokens: int) -> Tensor:
     """[most tiles there can be, 4] int32: expert, first row, last row + 1, whether to do it again."""
     E = len(end_E)
@@ -410,13 +422,13 @@ def _tiles(end_E: Tensor, rows: int, tokens: int) -> Tensor:
     return tile
 
 
-def _operands(x: Tensor, weight: Experts, config: dict, place: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _operands(x: Tensor, weight: Experts, config: dict, place: Tensor | None = None,
+              rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Tokens as a product reads them, and their scales where weights' scales are folded."""
     wide = config["groups"] > 0
-    place = place if wide else None
     if config["way"] == "numbers":
-        return operands.spread(x, _layout(weight)[0], config["step"], wide, place), None
-    return operands.folded(x, config["step"], WINDOWS[config["way"]], wide, place)
+        return operands.spread(x, _layout(weight)[0], config["step"], wide, place, rows), None
+    return operands.folded(x, config["step"], WINDOWS[config["way"]], wide, place, rows)
 
 
 def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
@@ -485,26 +497,14 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     down = _configuration("down", T, each, w2, D, 1, numerics)
     order, place, tile, tile2, rows = None, None, topk_TJ[0], topk_TJ[0], None
     if T > 1 or part:
-        order, place, end = _plan(topk_TJ, w13.experts, part)
+        widths = [config["tokens"] + config["more"] for config in (up, down)]
+        order, place, end, tile, tile2 = _plan(topk_TJ, w13.experts, part[0] if part else 0, *widths)
         rows = end[-1:] if part else None
-        width, width2 = (config["tokens"] + config["more"] for config in (up, down))
-        tile = _tiles(end, T * J, width)
-        tile2 = tile if width2 == width else _tiles(end, T * J, width2)
-    h = _multiply(*_operands(x_TD, w13, up, place), w13, up, tile, T * J, J, order,
+    laid_out = (place, rows) if up["groups"] else ()
+    h = _multiply(*_operands(x_TD, w13, up, *laid_out), w13, up, tile, T * J, J, order,
                   (weight_TJ.contiguous(), limit, group))
-    y = _multiply(*_operands(h, w2, down, None), w2, down, tile2, T * J, 1, order, None)
+    y = _multiply(*_operands(h, w2, down, None, rows), w2, down, tile2, T * J, 1, order, None)
     return moe._collect(y, place, shared_TD, numerics.dtype, rows)
-
-
-def _plan(topk_TJ: Tensor, E: int, part: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, place, end) of the experts held here; slots of others come last, beyond every end."""
-    if part is None:
-        _, order, place, end = moe.plan(topk_TJ, E)
-        return order, place, end
-    local = topk_TJ - part[0]
-    local = torch.where((local >= 0) & (local < E), local, E)
-    _, order, place, end = moe.plan(local, E + 1)
-    return order, place, end[:E]
 
 
 def _unfit(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor | None, w13: Experts,

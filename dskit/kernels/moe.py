@@ -70,7 +70,7 @@ ROUTER = {16: _router(16, 64, 0, 128, 20, 4, 3), 64: _router(32, 64, 0, 128, 20,
           256: _router(64, 64, 0, 128, 10, 4, 4, 1), 1024: _router(64, 128, 0, 64, 5, 4, 4),
           1 << 62: _router(64, 128, 64, 64, 1, 4, 6, 1)}
 ROUTER_WIDE = _router(16, 64, 0, 32, 8, 4, 3)  # float32 operands: no tensor core multiplies them exactly
-CHUNKS = {4096: 64, 1 << 31: 256}  # most slots -> those of a program of plan
+CHUNKS = {4096: 64, 16384: 128, 1 << 31: 256}  # most slots -> those of a program of plan
 FEW = 64  # slots that are compared with each other; six were timed on an H200: 1.7 us, counted 5.4
 AT_ONCE = 2048  # slots that each program counts by itself
 MOVE = {"piece": 1024, "num_warps": 4}  # channels of a row that one program moves
@@ -385,50 +385,51 @@ def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, k: int, normali
 # ---- plan --------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _experts_of(topk_ptr, slot, R, E):
-    """Experts of slots; beyond the last slot an expert that is none."""
-    return tl.load(topk_ptr + slot, mask=slot < R, other=E).to(tl.int32)
+def _experts_of(topk_ptr, slot, R, E, first):
+    """Experts of slots, from `first` on; E: another one, E + 1: beyond the last slot."""
+    expert = tl.load(topk_ptr + slot, mask=slot < R, other=-1).to(tl.int32) - first
+    expert = tl.where((expert >= 0) & (expert < E), expert, E)
+    return tl.where(slot < R, expert, E + 1)
 
 
 @triton.jit
-def _count_kernel(topk_ptr, count_ptr, R, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def _count_kernel(topk_ptr, count_ptr, R, E, first, BLOCK: tl.constexpr, BINS: tl.constexpr):
     chunk = tl.program_id(0)
     e = tl.arange(0, BINS)
-    expert = _experts_of(topk_ptr, chunk * BLOCK + tl.arange(0, BLOCK), R, E)
-    tl.store(count_ptr + chunk * E + e, tl.histogram(expert, BINS), mask=e < E)
+    expert = _experts_of(topk_ptr, chunk * BLOCK + tl.arange(0, BLOCK), R, E, first)
+    tl.store(count_ptr + chunk * BINS + e, tl.histogram(expert, BINS))
 
 
 @triton.jit
-def _plan_kernel(topk_ptr, count_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, R, E, chunks,
+def _plan_kernel(topk_ptr, count_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, R, E, first, chunks,
                  BLOCK: tl.constexpr, BINS: tl.constexpr, ALL: tl.constexpr):
     """Rows of one chunk of slots: its experts' first rows, what earlier chunks took, and a rank within."""
     chunk = tl.program_id(0)
     e = tl.arange(0, BINS)
     if count_ptr is None:
         lane = tl.arange(0, ALL)
-        every = _experts_of(topk_ptr, lane, R, E)
+        every = _experts_of(topk_ptr, lane, R, E, first)
         total = tl.histogram(every, BINS)
-        before = tl.histogram(tl.where(lane < chunk * BLOCK, every, E), BINS)
+        before = tl.histogram(tl.where(lane < chunk * BLOCK, every, E + 1), BINS)
     else:
         totals = tl.zeros((16, BINS), tl.int32)
         earlier = tl.zeros((16, BINS), tl.int32)
         for start in range(0, chunks, 16):
             row = start + tl.arange(0, 16)[:, None]
-            count = tl.load(count_ptr + row * E + e[None, :], mask=(row < chunks) & (e[None, :] < E), other=0)
+            count = tl.load(count_ptr + row * BINS + e[None, :], mask=row < chunks, other=0)
             totals += count
             earlier += tl.where(row < chunk, count, 0)
         total = tl.sum(totals, axis=0)
         before = tl.sum(earlier, axis=0)
-    total = tl.where(e < E, total, 0)
     end = tl.cumsum(total, axis=0)
     if chunk == 0:
         tl.store(end_ptr + e, end, mask=e < E)
     slot = chunk * BLOCK + tl.arange(0, BLOCK)
-    expert = _experts_of(topk_ptr, slot, R, E)
+    expert = _experts_of(topk_ptr, slot, R, E, first)
     row = tl.gather(end - total + before, expert, 0)
     for start in range(chunk * BLOCK, (chunk + 1) * BLOCK, 32):
         other = (start + tl.arange(0, 32))[:, None]
-        same = (_experts_of(topk_ptr, other, R, E) == expert[None, :]) & (other < slot[None, :])
+        same = (_experts_of(topk_ptr, other, R, E, first) == expert[None, :]) & (other < slot[None, :])
         row += tl.sum(same.to(tl.int32), axis=0)
     tl.store(place_ptr + slot, row.to(tl.int64), mask=slot < R)
     tl.store(order_ptr + row, slot.to(tl.int64), mask=slot < R)
@@ -436,23 +437,52 @@ def _plan_kernel(topk_ptr, count_ptr, expert_ptr, order_ptr, place_ptr, end_ptr,
 
 
 @triton.jit
-def _plan_few_kernel(topk_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, R, E, SLOTS: tl.constexpr,
-                     BINS: tl.constexpr):
-    """The plan of so few slots that comparing each with all others is faster than counting."""
+def _cut(tile_ptr, expert, begin, row, end, tiles, E, TOKENS: tl.constexpr, SLOTS: tl.constexpr):
+    """Tiles of TOKENS rows, as experts.py's, of slots that know their expert's first row, their own and the
+    expert's last + 1: each that begins one writes it.
+    """
+    begins = ((row - begin) % TOKENS == 0) & (expert < E)
+    tile = tl.sum((begins[:, None] & (row[:, None] < row[None, :])).to(tl.int32), axis=0)
+    at = tile_ptr + 4 * tile
+    tl.store(at, expert, mask=begins)
+    tl.store(at + 1, row, mask=begins)
+    tl.store(at + 2, tl.minimum(row + TOKENS, end), mask=begins)
+    tl.store(at + 3, 0, mask=begins)
+    other = tl.arange(0, SLOTS)
+    tl.store(tile_ptr + 4 * other, E, mask=(other >= tl.sum(begins.to(tl.int32), axis=0)) & (other < tiles))
+
+
+@triton.jit
+def _plan_few_kernel(topk_ptr, expert_ptr, order_ptr, place_ptr, end_ptr, tile_ptr, tile2_ptr, R, E, first,
+                     tiles, SLOTS: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr,
+                     TOKENS2: tl.constexpr):
+    """The plan of so few slots that comparing each with all others is faster than counting, and its tiles."""
     e, slot = tl.arange(0, BINS), tl.arange(0, SLOTS)
-    expert = _experts_of(topk_ptr, slot, R, E)
-    other, others = slot[:, None], _experts_of(topk_ptr, slot, R, E)[:, None]
+    expert = _experts_of(topk_ptr, slot, R, E, first)
+    other, others = slot[:, None], _experts_of(topk_ptr, slot, R, E, first)[:, None]
     tl.store(end_ptr + e, tl.sum((others <= e[None, :]).to(tl.int32), axis=0), mask=e < E)
-    ahead = (others < expert[None, :]) | ((others == expert[None, :]) & (other < slot[None, :]))
-    row = tl.sum(ahead.to(tl.int32), axis=0)
+    begin = tl.sum((others < expert[None, :]).to(tl.int32), axis=0)
+    same = others == expert[None, :]
+    row = begin + tl.sum((same & (other < slot[None, :])).to(tl.int32), axis=0)
     tl.store(place_ptr + slot, row.to(tl.int64), mask=slot < R)
     tl.store(order_ptr + row, slot.to(tl.int64), mask=slot < R)
     tl.store(expert_ptr + row, expert.to(tl.int64), mask=slot < R)
+    end = begin + tl.sum(same.to(tl.int32), axis=0)
+    if tile_ptr is not None:
+        _cut(tile_ptr, expert, begin, row, end, tiles, E, TOKENS, SLOTS)
+    if tile2_ptr is not None:
+        _cut(tile2_ptr, expert, begin, row, end, tiles, E, TOKENS2, SLOTS)
 
 
-@ops.implement("moe.plan", "triton", when=lambda topk, *_: refuse(topk))
-def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(expert_R, order_R, place_TJ, end_E), counted on the device; ids lie in [0, n_experts)."""
+@ops.implement("moe.plan", "triton", when=lambda topk, *_, **__: refuse(topk))
+def plan(topk_TJ: Tensor, n_experts: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(expert_R, order_R, place_TJ, end_E), counted on the device."""
+    return _planned(topk_TJ, n_experts, first)
+
+
+def _planned(topk_TJ: Tensor, n_experts: int, first: int, tile: Tensor | None = None, tokens: int = 1,
+             tile2: Tensor | None = None, tokens2: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The plan; of up to FEW slots with tables of tiles of so many tokens, where they are wanted."""
     topk = topk_TJ.contiguous()
     R, E = topk.numel(), n_experts
     require(R < 1 << 31, "topk_TJ", f"has {R} slots; a plan counts in 32 bits")
@@ -460,14 +490,15 @@ def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     place = torch.empty_like(topk)
     end = torch.empty(E, dtype=torch.int32, device=topk.device)
     if R <= FEW:
-        _plan_few_kernel[(1,)](topk, expert, order, place, end, R, E, max(16, pow2(R)), pow2(E))
+        _plan_few_kernel[(1,)](topk, expert, order, place, end, tile, tile2, R, E, first,
+                               0 if tile is None else len(tile), max(16, pow2(R)), pow2(E), tokens, tokens2)
         return expert, order, place, end
-    block, bins = min(up_to(CHUNKS, R), max(32, pow2(R))), pow2(E + 1)
+    block, bins = min(up_to(CHUNKS, R), max(32, pow2(R))), pow2(E + 2)
     chunks, count = max(1, cdiv(R, block)), None
     if R > AT_ONCE:
-        count = torch.empty(chunks, E, dtype=torch.int32, device=topk.device)
-        _count_kernel[(chunks,)](topk, count, R, E, block, bins)
-    _plan_kernel[(chunks,)](topk, count, expert, order, place, end, R, E, chunks, block, bins,
+        count = torch.empty(chunks, bins, dtype=torch.int32, device=topk.device)
+        _count_kernel[(chunks,)](topk, count, R, E, first, block, bins)
+    _plan_kernel[(chunks,)](topk, count, expert, order, place, end, R, E, first, chunks, block, bins,
                             max(32, pow2(min(R, AT_ONCE))), num_warps=8)
     return expert, order, place, end
 

@@ -221,17 +221,19 @@ def place(channel, STEP: tl.constexpr):
 
 
 @triton.jit
-def _put(out_ptr, place_ptr, t, d, x, END, stride, J: tl.constexpr):
-    """Write a token's part to its J places, or to its own."""
+def _put(out_ptr, place_ptr, rows_ptr, t, d, x, END, stride, J: tl.constexpr):
+    """Write a token's part to its J places, or to its own, as far as they are among the rows."""
     for j in tl.static_range(J):
-        row = t
+        row, end = t, END
         if place_ptr is not None:
             row = tl.load(place_ptr + t * J + j)
-        tl.store(out_ptr + row * stride + d, x, mask=d < END)
+        if rows_ptr is not None:
+            end = tl.where(row < tl.load(rows_ptr), END, 0)
+        tl.store(out_ptr + row * stride + d, x, mask=d < end)
 
 
 @triton.jit
-def _spread_kernel(x_ptr, out_ptr, place_ptr, stride_x, END, D: tl.constexpr, J: tl.constexpr,
+def _spread_kernel(x_ptr, out_ptr, place_ptr, rows_ptr, stride_x, END, D: tl.constexpr, J: tl.constexpr,
                    CODES: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Tokens in bfloat16, channels in the order in which their weights' codes come out of the words, zeros up
     to END, the end of the last step.
@@ -240,11 +242,11 @@ def _spread_kernel(x_ptr, out_ptr, place_ptr, stride_x, END, D: tl.constexpr, J:
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channel = _channel_of_numbers(d, CODES, STEP, WIDE)
     x = ld(x_ptr + t * stride_x + channel, channel < D)
-    _put(out_ptr, place_ptr, t, d, narrow(x, tl.bfloat16), END, END, J)
+    _put(out_ptr, place_ptr, rows_ptr, t, d, narrow(x, tl.bfloat16), END, END, J)
 
 
 @triton.jit
-def _folded_kernel(x_ptr, out_ptr, scale_ptr, place_ptr, stride_x, K, END, J: tl.constexpr,
+def _folded_kernel(x_ptr, out_ptr, scale_ptr, place_ptr, rows_ptr, stride_x, K, END, J: tl.constexpr,
                    STEP: tl.constexpr, WINDOWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """A row as e4m3 with one scale, in the order of `codes`; of two windows the first has integers up to 14,
     the second what they leave.
@@ -252,38 +254,45 @@ def _folded_kernel(x_ptr, out_ptr, scale_ptr, place_ptr, stride_x, K, END, J: tl
     t = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, BLOCK)
     channel = _channel_of_codes(p, STEP, WIDE)
+    if rows_ptr is not None and place_ptr is None:
+        K = tl.where(t < tl.load(rows_ptr), K, 0)
     x = ld(x_ptr + t * stride_x + channel, channel < K)
     scale = scale_fp8(tl.max(tl.abs(x), axis=0))
     if WINDOWS == 2:
         scale *= 32.0
-    _put(scale_ptr, place_ptr, t, 0, scale, 1, 1, J)
+    _put(scale_ptr, place_ptr, rows_ptr, t, 0, scale, 1, 1, J)
     x *= inverse(scale)
     first = nearest(x) if WINDOWS == 2 else x
-    _put(out_ptr, place_ptr, t, p, e4m3_code(first), END, WINDOWS * END, J)
+    _put(out_ptr, place_ptr, rows_ptr, t, p, e4m3_code(first), END, WINDOWS * END, J)
     if WINDOWS == 2:
-        _put(out_ptr + END, place_ptr, t, p, e4m3_code((x - first) * 512.0), END, WINDOWS * END, J)
+        _put(out_ptr + END, place_ptr, rows_ptr, t, p, e4m3_code((x - first) * 512.0), END, WINDOWS * END, J)
 
 
-def spread(x_TD: Tensor, codes: int, step: int, wide: bool = False, place_TJ: Tensor | None = None) -> Tensor:
-    """Tokens in bfloat16, in the order of the codes, zeros to the end of the last step; at J places each."""
+def spread(x_TD: Tensor, codes: int, step: int, wide: bool = False, place_TJ: Tensor | None = None,
+           rows: Tensor | None = None) -> Tensor:
+    """Tokens in bfloat16, in the order of the codes, zeros to the end of the last step; at J places each.
+
+    rows: [1] how many of the rows are wanted, the first ones (None: all).
+    """
     (T, D), end = x_TD.shape, cdiv(x_TD.shape[1], step) * step
     J = 1 if place_TJ is None else place_TJ.shape[1]
     x, block = rows_of(x_TD), min(1024, pow2(D))
     out = torch.empty(T * J, end, dtype=torch.bfloat16, device=x.device)
-    _spread_kernel[(T, cdiv(end, block))](x, out, place_TJ, x.stride(0), end, D, J, codes, step, wide, block)
+    _spread_kernel[(T, cdiv(end, block))](x, out, place_TJ, rows, x.stride(0), end, D, J, codes, step, wide,
+                                          block)
     return out
 
 
-def folded(x: Tensor, step: int, windows: int, wide: bool = False, place_TJ: Tensor | None = None
-           ) -> tuple[Tensor, Tensor]:
+def folded(x: Tensor, step: int, windows: int, wide: bool = False, place_TJ: Tensor | None = None,
+           rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(rows in e4m3, windows one after the other, zeros to the end of the last step; their scales); each at
-    J places.
+    J places, of which `rows` are wanted.
     """
     (R, K), end = x.shape, cdiv(x.shape[1], step) * step
     J = 1 if place_TJ is None else place_TJ.shape[1]
     x = rows_of(x)
     out = torch.empty(R * J, windows * end, dtype=torch.uint8, device=x.device)
     scale = torch.empty(R * J, dtype=torch.float32, device=x.device)
-    _folded_kernel[(R,)](x, out, scale, place_TJ, x.stride(0), K, end, J, step, windows, wide, pow2(end),
-                         num_warps=8)
+    _folded_kernel[(R,)](x, out, scale, place_TJ, rows, x.stride(0), K, end, J, step, windows, wide,
+                         pow2(end), num_warps=8)
     return out.view(torch.float8_e4m3fn), scale

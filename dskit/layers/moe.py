@@ -104,13 +104,16 @@ def by_token(rows: Tensor, how: Numerics) -> Tensor:
 
 
 @ops.op("moe.plan", grad=False)
-def plan(topk_TJ: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan(topk_TJ: Tensor, n_experts: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows by expert, inside an expert by token: (expert_R, order_R, place_TJ, end_E).
 
     Row r holds slot order_R[r] = t * J + j, slot (t, j) stands in row place_TJ[t, j], and expert e owns the
-    rows before end_E[e] (int32; the others int64) that lower experts leave.
+    rows before end_E[e] (int32; the others int64) that lower experts leave. Experts are counted from `first`
+    on; slots of others, and -1, come last, as expert n_experts.
     """
-    expert_R, order_R = topk_TJ.flatten().sort(stable=True)
+    local_TJ = topk_TJ - first
+    local_TJ = local_TJ.where((local_TJ >= 0) & (local_TJ < n_experts), n_experts)
+    expert_R, order_R = local_TJ.flatten().sort(stable=True)
     every_E = torch.arange(n_experts, device=topk_TJ.device)
     end_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
     return expert_R, order_R, order_R.argsort().view_as(topk_TJ), end_E
@@ -139,14 +142,11 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
 
     part = (first, of how many): w13 and w2 hold the experts from `first` on; others, and -1, say nothing.
     """
-    if part is not None:
-        local = topk_TJ - part[0]
-        topk_TJ = local.where((local >= 0) & (local < w13.experts), w13.experts)
-    if x_TD.shape[0] == 1:  # a token alone: its rows are in slot order, and nothing is gained by sorting
+    if x_TD.shape[0] == 1 and part is None:  # its rows are in slot order, and nothing is gained by sorting
         expert, place = topk_TJ[0], None
         rows, weight = x_TD.expand(topk_TJ.shape[1], -1), weight_TJ[0]
     else:
-        expert, order, place, _ = plan(topk_TJ, w13.experts)
+        expert, order, place, _ = plan(topk_TJ, w13.experts, part[0] if part else 0)
         rows, weight = permute(x_TD, weight_TJ, order, place)
     gate, linear = each_expert(by_token(rows, numerics), w13, expert, numerics.dtype).chunk(2, dim=-1)
     if numerics.token:

@@ -106,7 +106,11 @@ def _topk(shape: Shape, maker: Maker) -> Tensor:
 
 
 def _plan(shape: Shape, maker: Maker) -> tuple:
-    return _topk(shape, maker), shape["experts"]
+    """`first`: experts of other ranks are asked as well, and some choices are none."""
+    if "first" not in shape:
+        return _topk(shape, maker), shape["experts"]
+    topk = maker.integers(3 * shape["experts"], shape["rows"], shape["k"], low=-1)
+    return topk, shape["experts"], shape["first"]
 
 
 def _permute(shape: Shape, maker: Maker) -> tuple:
@@ -127,6 +131,8 @@ def _combine(shape: Shape, maker: Maker) -> tuple:
 PLAN_EDGES = (
     {"rows": 0, "experts": 5, "k": 2}, {"rows": 1, "experts": 12, "k": 3}, {"rows": 17, "experts": 6, "k": 6},
     {"rows": 9, "experts": 7, "k": 1, "one": 1}, {"rows": 700, "experts": 3, "k": 3},
+    {"rows": 5, "experts": 4, "k": 3, "first": 4}, {"rows": 40, "experts": 30, "k": 4, "first": 0},
+    {"rows": 700, "experts": 3, "k": 3, "first": 2},
 )
 TRAVEL_EDGES = (
     {"rows": 0, "width": 64, "experts": 5, "k": 2}, {"rows": 1, "width": 40, "experts": 8, "k": 3},

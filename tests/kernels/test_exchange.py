@@ -46,9 +46,11 @@ def answers_of(x: torch.Tensor, slot: torch.Tensor, rank: int, each: bool) -> to
 def by_torch(size, x, slot, weight, fmt, each, monkeypatch):
     def work(peers):
         k = peers.rank
-        rows, share, trip = exchange.dispatch(x[k], slot[k], weight[k], SLOTS, fmt, peers)
+        load = torch.ones(SLOTS, dtype=torch.int64)
+        rows, share, trip = exchange.dispatch(x[k], slot[k], weight[k], SLOTS, fmt, peers, load_P=load)
         y = answers_of(rows, trip.slot_RJ, k, each)
-        return rows, share, trip.slot_RJ, add_up(*exchange.combine(y, trip, each, peers), None, x[k].dtype)
+        total = add_up(*exchange.combine(y, trip, each, peers), None, x[k].dtype)
+        return rows, share, trip.slot_RJ, load, total
 
     return on_ranks(size, work, monkeypatch)
 
@@ -66,16 +68,18 @@ def by_halves(monkeypatch, launch, work):
 
 
 def by_kernels(ranks, x, slot, weight, fmt, each, rows, monkeypatch):
+    loads = [torch.ones(SLOTS, dtype=torch.int64) for _ in ranks]
     came = by_halves(monkeypatch, "_there", lambda: [
-        kernels.dispatch(x[p.rank], slot[p.rank], weight[p.rank], SLOTS, fmt, p, rows) for p in ranks])
+        kernels.dispatch(x[p.rank], slot[p.rank], weight[p.rank], SLOTS, fmt, p, rows, loads[p.rank])
+        for p in ranks])
     y = [answers_of(rows, trip.slot_RJ, k, each) for k, (rows, _, trip) in enumerate(came)]
     back = by_halves(monkeypatch, "_back", lambda: [
         kernels.combine(y[p.rank], came[p.rank][2], each, p) for p in ranks])
     found = []
-    for (rows, share, trip), answers in zip(came, back, strict=True):
+    for (rows, share, trip), load, answers in zip(came, loads, back, strict=True):
         here = (trip.slot_RJ >= 0).any(dim=1)
         total = add_up(*answers, None, rows.dtype)
-        found.append((rows[here], share[here], trip.slot_RJ[here], total))
+        found.append((rows[here], share[here], trip.slot_RJ[here], load, total))
     return found
 
 
@@ -113,7 +117,7 @@ def test_what_arrives_is_what_travels_by_torch(counts, width, choices, kind, fmt
                 for peers, count in zip(ranks, counts, strict=True):
                     peers.live = torch.tensor([count])
             found = by_kernels(ranks, x, slot, weight, fmt, each, rows, monkeypatch)
-            found = [(*one[:3], one[3][:count]) for one, count in zip(found, counts, strict=True)]
+            found = [(*one[:-1], one[-1][:count]) for one, count in zip(found, counts, strict=True)]
             for one, two in zip(want, found, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 

@@ -91,3 +91,29 @@ def test_rows_of_an_engine_hold_every_channel_at_each_place_of_their_token(devic
     want = torch.nn.functional.pad(x, (0, 96)).float().sort(1).values[:, None].expand(-1, 2, -1)
     assert torch.equal(rows.sort(2).values, want)
     assert (folded.sort(2).values - want).abs().max() <= want.abs().max() / 16
+
+
+def test_rows_that_nobody_here_wants_are_left_alone(device):
+    place, rows = torch.tensor([[0, 4], [5, 1], [2, 3]], device=device), torch.tensor([4], device=device)
+    x = torch.randn(3, 416, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for given in ((8, 256, True, place), (8, 256)):
+        assert torch.equal(operands.spread(x, *given, rows=rows)[:4], operands.spread(x, *given)[:4])
+    for given in ((256, 1, True, place), (256, 2)):
+        for some, all_ in zip(operands.folded(x, *given, rows=rows), operands.folded(x, *given), strict=True):
+            assert torch.equal(some[:4].view(torch.uint8), all_[:4].view(torch.uint8))
+    x[2] = torch.nan  # of no row that is wanted
+    two = torch.tensor([2], device=device)
+    assert operands.spread(x, 8, 256, rows=two)[:2].isfinite().all()
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("rows", [1, 7, 21])
+def test_the_tiles_of_few_slots_are_those_of_many(device, rows, first):
+    """As far as there are any; then they say that they are none."""
+    topk, E = Maker(device).integers(7, rows, 3, low=-1), 5
+    for tokens, tokens2 in ((1, 2), (3, 3), (8, 5)):
+        _, _, end, *found = experts._plan(topk, E, first, tokens, tokens2)
+        for tile, width in zip(found, (tokens, tokens2), strict=True):
+            want = experts._tiles(end, topk.numel(), width)
+            want = want[want[:, 0] < E]
+            assert torch.equal(tile[: len(want)], want) and (tile[len(want) :, 0] == E).all()
