@@ -17,7 +17,8 @@ Idea
         down       the second product, a row for each token and expert; `combine` adds them in slot order
 
     Which tokens meet which rows is counted on the device: `moe.plan` sorts, `_tiles_kernel` cuts every
-    expert's rows into tiles; of few slots both are one launch.  The grid holds the most tiles there can be; what is over returns at once.
+    expert's rows into tiles; of few slots both are one launch.  The grid holds the most tiles there can be;
+    what is over returns at once.
     A token alone needs neither: its J slots are the tiles.
 
 Shapes

@@ -35,6 +35,7 @@ from dskit.layers.norm import RMSNorm
 from dskit.layers.rope import rotate
 
 SCORE_ELEMENTS = 1 << 24  # products held at once; longer prefills are scored in blocks of rows
+SCORES_HELD = 1 << 29  # scores of a segment held at once: of 8,192 rows with 131,072 positions behind them
 
 
 @dataclass
@@ -179,35 +180,33 @@ class Indexer(nn.Module):
         q, _ = ready(q, None, 0.0, turn, self.packing, False)
         return q, self.weights_proj(x_TD) * (self.width**-0.5 * self.heads**-0.5)
 
-    def score(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor, segments: list[Segment],
-              candidates: list[Tensor | None] | None) -> list[Tensor]:
-        """Scores per segment, -inf outside what a row may see: of all entries [B, Q, S], or of candidates."""
-        q, weight = self.query(x_TD, latent_TR, turn)
-        size = self.config.candidate_block_size
-        return [scores_cached(q[seg.rows].unflatten(0, seg.shape), weight[seg.rows].unflatten(0, seg.shape),
-                              pool, seg.table, seg.visible, self.packing, self.numerics.compute,
-                              self.numerics.row_tile, block, size, seg.run)
-                for seg, block in zip(segments, self._among(segments, candidates), strict=True)]
-
-    def select(self, found: list[Tensor], segments: list[Segment], candidates: list[Tensor | None] | None
-               ) -> tuple[list[Tensor], list[Tensor | None] | None]:
+    def select(self, x_TD: Tensor, latent_TR: Tensor, turn: Tensor, pool: Tensor, segments: list[Segment],
+               candidates: list[Tensor | None] | None) -> tuple[list[Tensor], list[Tensor | None] | None]:
         """(chosen entries [B, Q, K] per segment, candidate blocks, to which later index sources keep)."""
-        size = self.config.candidate_block_size
-        picked = [_entries(topk(of, self.config.index_topk), block, size)
-                  for of, block in zip(found, self._among(segments, candidates), strict=True)]
-        if self.layer == self.config.candidate_source_layer_id:
-            candidates = [self._candidates(of, seg) for of, seg in zip(found, segments, strict=True)]
-        return picked, candidates
-
-    def _among(self, segments: list[Segment], candidates: list[Tensor | None] | None) -> list[Tensor | None]:
-        """Blocks that this layer keeps to, per segment; None: all entries compete."""
         source = self.layer == self.config.candidate_source_layer_id
-        return [None] * len(segments) if source or candidates is None else candidates
+        q_TXY, weight_TX = self.query(x_TD, latent_TR, turn)
+        chosen, kept = [], []
+        for i, seg in enumerate(segments):
+            given = [of[seg.rows].unflatten(0, seg.shape) for of in (q_TXY, weight_TX)] + [seg.visible]
+            if candidates is not None and not source and candidates[i] is not None:
+                given.append(candidates[i])
+            step = max(1, SCORES_HELD // max(1, seg.table.numel()))  # rows of each request
+            parts = [self._select(pool, seg, source, *part)
+                     for part in zip(*(of.split(step, dim=1) for of in given), strict=True)]
+            chosen.append(torch.cat([entries for entries, _ in parts], dim=1))
+            kept.append(None if parts[0][1] is None else torch.cat([best for _, best in parts], dim=1))
+        return chosen, kept if source else candidates
 
-    def _candidates(self, of: Tensor, seg: Segment) -> Tensor | None:
-        """The best blocks, or None where all are."""
+    def _select(self, pool: Tensor, seg: Segment, source: bool, q_BQXY: Tensor, weight_BQX: Tensor,
+                visible_BQ: Tensor, block_BQC: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(chosen entries, the best blocks, None where all are or nobody asks) of some rows of a segment;
+        block: those that compete (None: all entries do).
+        """
         count, size = self.config.candidate_topk_blocks, self.config.candidate_block_size
-        return None if of.shape[-1] <= count * size else blocks(of, seg.visible, size, count)
+        of = scores_cached(q_BQXY, weight_BQX, pool, seg.table, visible_BQ, self.packing,
+                           self.numerics.compute, self.numerics.row_tile, block_BQC, size, seg.run)
+        best = blocks(of, visible_BQ, size, count) if source and of.shape[-1] > count * size else None
+        return _entries(topk(of, self.config.index_topk), block_BQC, size), best
 
 
 def _entries(place: Tensor, block_BQC: Tensor | None, size: int) -> Tensor:

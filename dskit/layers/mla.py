@@ -270,9 +270,8 @@ class Attention(nn.Module):
                 picked = [_everything(seg, self.config.index_topk) for seg in segments]
                 shared.chosen = _rows(self.lay_out(step, shared), picked)
                 return
-            found = self.indexer.score(x_TD, latent, step.rope[True], shared.keys, segments,
-                                       shared.candidates)
-            picked, shared.candidates = self.indexer.select(found, segments, shared.candidates)
+            picked, shared.candidates = self.indexer.select(x_TD, latent, step.rope[True], shared.keys,
+                                                            segments, shared.candidates)
             shared.chosen = _rows(self.lay_out(step, shared), picked)
         elif shared.chosen is None:  # V4 without an indexer attends to every visible entry
             picked = [_everything(seg, seg.table.shape[1]) for seg in segments]

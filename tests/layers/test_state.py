@@ -61,6 +61,12 @@ def test_bits_do_not_depend_on_where_tables_of_windows_are_made(made, name, monk
     check_bits(made, name)
 
 
+@pytest.mark.parametrize("name", ["odd", "v4-5"])
+def test_bits_do_not_depend_on_how_many_rows_are_scored_at_a_time(made, name, monkeypatch):
+    monkeypatch.setattr("dskit.layers.indexer.SCORES_HELD", 50)  # one to a few rows, of a ragged batch
+    check_bits(made, name)
+
+
 def test_smallest_blocks(made):
     """One group per block: every entry is at a block's edge."""
     check_exact(made, "tiny", blocks_of=1, lengths=(30, 9))
