@@ -1,6 +1,12 @@
-"""Groups of tokens pooled into entries: members are gathered, weighed and summed in one pass.
+"""Groups of tokens pooled into entries: both float32 products in one pass, and the pooling in another.
 
-Tiling
+Products
+    A program has TOKENS rows and FEATURES of one of the two weights, which it reads as they are stored and
+    cuts into two bfloat16 pieces in registers, one above the other in the left operand: their sums are added
+    at the end, and the gate's get what a row's place in its group adds.  What the pieces leave out is below
+    2^-17 of a weight, as much as float32 sums are off; tensor cores do the rest.
+
+Pooling
     A tile is [ROWS entries, STEP members, BLOCK channels]; every channel has a softmax of its own over the
     group's members, with a running maximum from step to step.  Few groups take many members at once, so that
     their rows are on the way together; many groups walk, and a lane needs no other lane.
@@ -12,16 +18,19 @@ Tiling
     a row plays a role once, so that it stores gradients where the row stands, without adding up.
 
 Shapes
+    x [T, D] bfloat16, weights [X, D] and ape [R, X] float32 -> line [T, 2, X].
     line [S, 2, X] contiguous, read [E, U] int64 -> [E, width]; X = width, or twice that for two roles.
 
 Units
+    Products: 8 X D bytes of weights, 2 D and 8 X a row; 8 X D operations a row, in bfloat16.
     Bytes per entry: 8 U width of float32 members, and the result; 6 operations per member and channel.
 
 Errors
-    ValueError names an argument whose shape does not fit.  float64 is refused.
+    ValueError names an argument whose shape does not fit.  float64 is refused, and products of anything but
+    bfloat16 rows with float32 weights, or in tiles of fixed rows.
 
 Source
-    kernels.md 1.4 (the pooling of compress2).
+    kernels.md 1.4 (compress2).
 """
 
 from __future__ import annotations
@@ -32,7 +41,20 @@ import triton.language as tl
 from torch import Tensor
 
 from dskit import ops
-from dskit.kernels.common import cdiv, ld, narrow, pow2, refuse, require, too_wide, tuned, up_to
+from dskit.kernels.common import (
+    cdiv,
+    dot,
+    ld,
+    narrow,
+    pow2,
+    refuse,
+    require,
+    rows_of,
+    to_bf16,
+    too_wide,
+    tuned,
+    up_to,
+)
 
 
 def _config(rows: int, step: int, block: int, warps: int) -> dict[str, int]:
@@ -40,15 +62,86 @@ def _config(rows: int, step: int, block: int, warps: int) -> dict[str, int]:
     return {"rows": rows, "step": step, "block": block, "num_warps": warps}
 
 
+def _product(tokens: int, features: int, step: int, warps: int, stages: int) -> dict[str, int]:
+    """Rows of x, rows of a weight and channels of a step of a tile."""
+    return {"tokens": tokens, "features": features, "step": step, "num_warps": warps, "num_stages": stages}
+
+
+# largest number of rows -> tile of a product
+PRODUCTS = {16: _product(16, 16, 256, 4, 3), 64: _product(64, 16, 128, 4, 4),
+            256: _product(128, 32, 64, 4, 4), 1 << 62: _product(128, 64, 64, 4, 3)}
 # largest number of members of all groups -> tile
 CONFIGS = {4096: _config(1, 64, 64, 4), 1 << 16: _config(1, 8, 256, 4), 1 << 62: _config(2, 1, 512, 4)}
 BACKWARD = _config(2, 1, 512, 4)
-CANDIDATES = {"compress.pool": tuple(_config(*sizes) for sizes in (
+CANDIDATES = {"compress.project": (
+    *PRODUCTS.values(), _product(16, 16, 128, 4, 5), _product(16, 32, 128, 4, 4), _product(32, 16, 128, 4, 4),
+    _product(128, 32, 128, 4, 3), _product(128, 64, 64, 8, 4), _product(256, 32, 64, 4, 3),
+    _product(256, 64, 64, 8, 3), _product(128, 128, 32, 8, 3)), "compress.pool": tuple(_config(*sizes) for sizes in (
     (1, 128, 32, 4), (1, 128, 32, 8), (1, 64, 64, 4), (1, 32, 128, 8), (1, 8, 128, 2), (1, 8, 256, 4),
     (1, 4, 512, 4), (1, 2, 512, 4), (1, 1, 512, 2), (2, 1, 512, 4), (1, 1, 256, 1), (4, 8, 128, 4)))}
 
 
-# ---- kernels -----------------------------------------------------------------------------------------------
+# ---- products ----------------------------------------------------------------------------------------------
+
+@triton.jit
+def _compress_project_kernel(x_ptr, stride_x, wkv_ptr, wgate_ptr, ape_ptr, pos_ptr, line_ptr, T, X, R,
+                             D: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+                             STEP: tl.constexpr):
+    gate = tl.program_id(0) % 2
+    n = tl.program_id(0) // 2 * FEATURES + tl.arange(0, FEATURES)[:, None]
+    t = (tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[None, :]
+    w_ptr = wkv_ptr
+    if gate:
+        w_ptr = wgate_ptr
+    w_row, x_row = w_ptr + n * D, x_ptr + t * stride_x
+    acc = tl.zeros((2 * FEATURES, TOKENS), tl.float32)
+    for first in range(0, D, STEP):
+        d = first + tl.arange(0, STEP)
+        w = tl.load(w_row + d[None, :], mask=(n < X) & (d < D)[None, :], other=0.0)
+        x = tl.load(x_row + d[:, None], mask=(t < T) & (d < D)[:, None], other=0.0)
+        rest = w - to_bf16(w).to(tl.float32)
+        pieces = to_bf16(tl.where(tl.arange(0, 2)[:, None, None] == 0, w, rest))
+        acc = dot(pieces.reshape(2 * FEATURES, STEP), x, acc)
+    y = tl.sum(acc.reshape(2, FEATURES, TOKENS), axis=0)
+    there = (n < X) & (t < T)
+    if ape_ptr is not None:
+        place = tl.load(pos_ptr + t, mask=t < T, other=0) % R
+        y += tl.load(ape_ptr + place * X + n, mask=(n < gate * X) & (t < T), other=0.0)
+    tl.store(line_ptr + (2 * t + gate) * X + n, y, mask=there)
+
+
+def _unfit(x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor | None, pos: Tensor,
+           row_tile: int | None = None) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    if row_tile is not None:
+        return "tiles of fixed rows are the reference's"
+    if x.dtype != torch.bfloat16 or wkv.dtype != torch.float32 or wgate.dtype != torch.float32:
+        return f"it multiplies bfloat16 by float32, not {x.dtype} by {wkv.dtype} and {wgate.dtype}"
+    return refuse(x, wkv, wgate, ape, pos)
+
+
+@ops.implement("compress.project", "triton", when=_unfit)
+def project(x_TD: Tensor, wkv_XD: Tensor, wgate_XD: Tensor, ape_RX: Tensor | None, pos_T: Tensor,
+            row_tile: int | None = None) -> Tensor:
+    """(v, g) of each row, line [T, 2, X] in float32."""
+    (T, D), X = x_TD.shape, len(wkv_XD)
+    require(wkv_XD.shape == wgate_XD.shape == (X, D), "wgate_XD",
+            f"is {list(wgate_XD.shape)}, wkv_XD {list(wkv_XD.shape)}; x_TD has {D} channels")
+    require(ape_RX is None or ape_RX.shape[1:] == (X,) and pos_T.shape == (T,), "ape_RX",
+            f"must have {X} channels, and pos_T {T} rows")
+    line, x = torch.empty(T, 2, X, dtype=torch.float32, device=x_TD.device), rows_of(x_TD)
+    config = tuned("compress.project", (T, X, D), up_to(PRODUCTS, T))
+    grid = 2 * cdiv(X, config["features"]), cdiv(T, config["tokens"])
+    if T:
+        _compress_project_kernel[grid](
+            x, x.stride(0), wkv_XD.contiguous(), wgate_XD.contiguous(),
+            None if ape_RX is None else ape_RX.contiguous(), pos_T, line, T, X,
+            1 if ape_RX is None else len(ape_RX), D, config["tokens"], config["features"], config["step"],
+            num_warps=config["num_warps"], num_stages=config["num_stages"])
+    return line
+
+
+# ---- pooling -----------------------------------------------------------------------------------------------
 
 @triton.jit
 def _members(line_ptr, read_ptr, entry, real, u, col, MEMBERS: tl.constexpr, WIDTH: tl.constexpr,
@@ -111,7 +204,7 @@ def _compress_pool_bwd_kernel(line_ptr, read_ptr, dy_ptr, dline_ptr, entries, ME
         tl.store(dline_ptr + at + HELD, narrow(dv * (v - mean), dline_ptr.dtype.element_ty), mask=there)
 
 
-# ---- launches ----------------------------------------------------------------------------------------------
+# ---- its launches ------------------------------------------------------------------------------------------
 
 def _launch(kernel, config: dict[str, int], line: Tensor, read: Tensor, width: int, *tensors: Tensor) -> None:
     entries, members = read.shape

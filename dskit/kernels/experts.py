@@ -13,7 +13,8 @@ Idea
         further    a tile of 64 tokens and 16 more share what was restored: an expert that 64 tokens meet on
                    average is met by 80 at most, nearly always; on Hopper such tiles are grouped.py's
         up         rows of gate over rows of up in one tile, so that clamp, SiLU, routing weight, both
-                   roundings and the 1x32 scale are the epilogue; writes h, quantised and restored
+                   roundings and the 1x32 scale are the epilogue; writes h, quantised and restored (V4's
+                   groups of 128 features take a launch more)
         down       the second product, a row for each token and expert; `combine` adds them in slot order
 
     Which tokens meet which rows is counted on the device: `moe.plan` sorts, `_tiles_kernel` cuts every
@@ -53,7 +54,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dskit import ops
-from dskit.kernels import moe, operands
+from dskit.kernels import linear, moe, operands
 from dskit.kernels.common import (
     cdiv,
     dot,
@@ -102,6 +103,7 @@ TOKEN = {24: SOME, 1 << 62: MANY["codes"]}
 OTHERWISE = {"numbers": _config("numbers", 64, 128, 128, 4, 3, more=16),
              "codes": _config("codes", 64, 64, 256, 4, 3, more=16)}  # where grouped.py cannot
 WINDOWS = {"numbers": 1, "codes": 1, "windows": 2}
+WIDEST = 32  # group of features that a tile rounds as it is written
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
 TRIED = (*MXFP4["up"].values(), *TOKEN.values(), *OTHERWISE.values(), _config("numbers", 8, 64, 256, 4, 4))
 TRIED_TOKEN = (*TOKEN.values(), OTHERWISE["codes"], _config("codes", 16, 64, 256, 4, 3, registers=128))
@@ -493,6 +495,8 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     if not T:
         return x_TD.new_empty(0, D, dtype=numerics.dtype)
     group = 0 if numerics.token else layout(numerics.activation_format)[1]
+    whole = group > WIDEST  # a tile would hold too many features: rounded in a launch of its own
+    group = 0 if whole else group
     each = T * J // max(part[1] if part else 0, w13.experts)
     up = _configuration("up", T, each, w13, 2 * I, 2 * group, numerics)
     down = _configuration("down", T, each, w2, D, 1, numerics)
@@ -504,6 +508,8 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     laid_out = (place, rows) if up["groups"] else ()
     h = _multiply(*_operands(x_TD, w13, up, *laid_out), w13, up, tile, T * J, J, order,
                   (weight_TJ.contiguous(), limit, group))
+    if whole:
+        h = linear.quantize(h, numerics.activation_format, h.dtype)
     y = _multiply(*_operands(h, w2, down, None, rows), w2, down, tile2, T * J, 1, order, None)
     return moe._collect(y, place, shared_TD, numerics.dtype, rows)
 

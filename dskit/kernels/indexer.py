@@ -1,5 +1,9 @@
 """Selection: keys scored as they are stored, and the best of a row found without sorting it.
 
+Hadamard
+    The transform is a product with a matrix of signs, each the parity of the bits that row and column share:
+    made in registers, exact in bfloat16, and one step of a tensor core.
+
 Scores
     A program has KEYS keys of a request in registers, as the matrix operand that wgmma takes from there, and
     the queries of ROWS rows, all heads of them, in shared memory.
@@ -25,6 +29,7 @@ Top-k
     Rows that fit a tile skip the first two.  Blocks of candidates are chunks whose maxima are asked for.
 
 Shapes
+    v [..., Y] bfloat16, Y a power of two from 16 on -> [..., Y].
     q [B, Q, X, 128] rounded numbers, weight [B, Q, X], pool [P, 68] uint8, table [B, S] and visible [B, Q]
     int64 -> scores [B, Q, S] in the weight's dtype.  Scores [..., S] bfloat16 or float32 -> indices
     [..., k] int64.
@@ -74,6 +79,7 @@ from dskit.kernels.common import (
 )
 
 WIDTH, NBYTES = 128, 68  # of an index key, in numbers and as stored
+SPREAD = {1024: {"ROWS": 16, "num_warps": 1}, 1 << 62: {"ROWS": 64, "num_warps": 4}}  # by rows
 
 
 def _tile(keys: int, columns: int, programs: int, warps: int, stages: int, registers: int = 168) -> dict:
@@ -209,6 +215,38 @@ def _unlike(q: Tensor, weight: Tensor, pool: Tensor, packing: Any) -> str | None
     if heads != pow2(heads) or not 16 <= heads <= 128:
         return f"{heads} index heads; the kernel takes 16, 32, 64 or 128"
     return None
+
+
+@triton.jit
+def _hadamard_kernel(v_ptr, stride, y_ptr, rows, scale, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    col = tl.arange(0, WIDTH)
+    shared = col[:, None] & col[None, :]
+    for half in tl.static_range(4):
+        shared ^= shared >> (8 >> half)
+    sign = narrow(1.0 - 2.0 * (shared & 1).to(tl.float32), tl.bfloat16)
+    v = tl.load(v_ptr + row * stride + col[None, :], mask=row < rows, other=0.0)
+    y = dot(v, sign, tl.zeros((ROWS, WIDTH), tl.float32)) * scale
+    tl.store(y_ptr + row * WIDTH + col[None, :], narrow(y, tl.bfloat16), mask=row < rows)
+
+
+def _unspread(v: Tensor) -> str | None:
+    """Why it cannot transform this, or None."""
+    width = v.shape[-1]
+    if v.dtype != torch.bfloat16 or not 16 <= width <= 1024 or width != pow2(width):
+        return f"it takes bfloat16, 16 to 1024 channels, a power of two, not {width} of {v.dtype}"
+    return refuse(v)
+
+
+@ops.implement("indexer.hadamard", "triton", when=_unspread)
+def hadamard(v: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last axis."""
+    x, y, width = rows_of(v), torch.empty(v.shape, dtype=v.dtype, device=v.device), v.shape[-1]
+    config = up_to(SPREAD, len(x))
+    if len(x):
+        _hadamard_kernel[(cdiv(len(x), config["ROWS"]),)](
+            x, x.stride(0), y, len(x), width**-0.5, width, config["ROWS"], num_warps=config["num_warps"])
+    return y
 
 
 @ops.implement("indexer.scores_cached", "triton",

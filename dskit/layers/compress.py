@@ -12,7 +12,7 @@ write to the cache does both (cache.write_).
 State: (v, g) of the unfinished group wait in a float32 ring per request, [slots * ring, 2, width].
 Errors: none of its own.
 Numerics: for ratio > 1 products and pooling in float32, bfloat16 just before the norm.
-Kernel: kernels/compress.py (compress.pool)
+Kernel: kernels/compress.py (compress.project, compress.pool)
 Source: model.md 3.8, 6.2; config fields compress_ratios, kv_source_layer_ids.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dskit import ops
 from dskit.config import ModelConfig
-from dskit.layers.linear import Linear, Numerics
+from dskit.layers.linear import Linear, Numerics, matmul
 from dskit.layers.norm import RMSNorm, cast, up
 from dskit.layers.swa import RingPlan, remember_
 
@@ -43,6 +43,14 @@ class GroupPlan:
     turn: Tensor
     slots: Tensor
     rows: Tensor | None = None
+
+
+@ops.op("compress.project")
+def project(x_TD: Tensor, wkv_XD: Tensor, wgate_XD: Tensor, ape_RX: Tensor | None, pos_T: Tensor,
+            row_tile: int | None = None) -> Tensor:
+    """(v, g) of each row, in float32: line [T, 2, X]; `ape`: what a row's place in its group adds to g."""
+    v, g = (matmul(up(x_TD), weight, torch.float32, row_tile) for weight in (wkv_XD, wgate_XD))
+    return torch.stack((v, g if ape_RX is None else g + ape_RX[pos_T % len(ape_RX)]), dim=1)
 
 
 @ops.op("compress.pool")
@@ -85,8 +93,7 @@ class Compressor(nn.Module):
         """x_TD -> pooled [E, width] of the groups that these rows complete, not normed; updates the carry."""
         if not self.gated:
             return self.wkv(x_TD if plan.rows is None else x_TD[plan.rows])
-        v, g = self.wkv(up(x_TD), torch.float32), self.wgate(up(x_TD), torch.float32)
-        if hasattr(self, "ape"):
-            g = g + self.ape[pos_T % self.ratio]
-        line = remember_(carry, torch.stack((v, g), dim=1), plan.ring)
+        line = project(x_TD, self.wkv.weight, self.wgate.weight, getattr(self, "ape", None), pos_T,
+                       self.numerics.row_tile)
+        line = remember_(carry, line, plan.ring)
         return pool(line, plan.ring.read, self.width, self.numerics.dtype)

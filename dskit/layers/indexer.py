@@ -13,7 +13,7 @@ State: index keys are a cache (cache.py): numbers or packed bytes.
 Errors: none of its own.
 Numerics: release scores are bfloat16 after the dot product, the head product and the sum; ties go to the
 lower index.
-Kernel: kernels/indexer.py (indexer.scores_cached, indexer.blocks, indexer.topk)
+Kernel: kernels/indexer.py (indexer.hadamard, indexer.scores_cached, indexer.blocks, indexer.topk)
 Source: model.md 3.9, 6.2, 9; config fields index_topk, candidate_topk_blocks, candidate_block_size.
 Try: notebooks/02_sliding_window.ipynb
 """
@@ -125,6 +125,7 @@ def _ranks(score: Tensor) -> Tensor:
     return (order << 32) + torch.arange(score.shape[-1] - 1, -1, -1, device=score.device)
 
 
+@ops.op("indexer.hadamard")
 def hadamard(v: Tensor) -> Tensor:
     """Orthonormal Walsh-Hadamard transform of the last axis, a power of two wide."""
     width, y = v.shape[-1], v.float()

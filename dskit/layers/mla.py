@@ -32,7 +32,7 @@ from dskit.layers.cache import Packing, is_packed, read, ready, store_, write_
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
 from dskit.layers.linear import Linear, Numerics, few, quantize, unpack_fp8, widened
-from dskit.layers.norm import RMSNorm, cast, up
+from dskit.layers.norm import RMSNorm, cast, rms, up
 from dskit.layers.rope import rotate
 from dskit.layers.swa import RingPlan, remember_
 
@@ -218,11 +218,7 @@ class Attention(nn.Module):
     def query(self, latent: Tensor) -> Tensor:
         """Queries [T, A, H] of rounded latents [T, R], before their rotation; V4 also norms each head."""
         q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
-        if not self.config.is_v41:
-            q = up(q)
-            norm = torch.rsqrt(q.pow(2).mean(dim=-1, keepdim=True) + self.config.rms_norm_eps)
-            q = (q * norm).to(self.numerics.dtype)
-        return q
+        return q if self.config.is_v41 else rms(q, None, self.config.rms_norm_eps, self.numerics.dtype)
 
     def key(self, x: Tensor, turn: Tensor) -> Tensor:
         """This layer's own key-and-value vectors [T, H] of rounded inputs, rotated and rounded as cached."""

@@ -1,6 +1,6 @@
 """Cases of the ops in layers/indexer.py.
 
-Shapes: rows of the batch, the requests, `each` with so many of its own, heads, entries; `seen` entries that
+Shapes: rows and width of a transform; rows of the batch, the requests, `each` with so many of its own, heads, entries; `seen` entries that
     the last row of the first request sees, fewer in each further request and in each row before; `spread`
     binades between the scales of groups, of keys on both sides of 1, and up to 10 of queries; `tile` 1: with
     row_tile; `wide` 1: float32; `among` blocks of 8 entries to which each row keeps, some of them missing;
@@ -136,7 +136,15 @@ def _read(shape: Shape) -> int:
     return shape["rows"] * shape["entries"] * (4 if shape["wide"] else 2)
 
 
+def _spread(shape: Shape, maker: Maker) -> tuple:
+    return (maker.normal(shape["rows"], shape["width"]),)
+
+
 CASES = [
+    Cases("indexer.hadamard", _spread, "G",
+          tuple({"rows": rows, "width": width} for rows, width in ((0, 32), (1, 16), (19, 64), (70, 128))),
+          tuple({"rows": 64 * tokens, "width": 128} for tokens in (1, 32, 128, 4096)), peak="bf16",
+          nbytes=lambda s: 4 * s["rows"] * s["width"], flop=lambda s: 2 * s["rows"] * s["width"] ** 2),
     Cases("indexer.scores_cached", _scores, "G", SCORES, RELEASED, nbytes=_score_bytes,
           flop=lambda s: 256 * s["rows"] * s["each"] * s["heads"] * _scored(s), peak="fp8"),
     Cases("indexer.topk", _topk, "X", TOPS, TOPS_RELEASED, nbytes=lambda s: _read(s) + 8 * s["rows"] * s["k"],

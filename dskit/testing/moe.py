@@ -221,6 +221,7 @@ EXPERT_EDGES = (
     {"rows": 40, "width": 96, "experts": 2, "k": 1, "inner": 32, "fmt": "fp8", "one": 1, "no_shared": 1},
     {"rows": 5, "width": 128, "experts": 3, "k": 3, "inner": 128, "fmt": "fp8", "group": 64},
     {"rows": 2, "width": 128, "experts": 2, "k": 2, "inner": 128, "fmt": "fp8", "block": 128, "group": 128},
+    {"rows": 3, "width": 128, "experts": 3, "k": 2, "inner": 128, "group": 128},
     {"rows": 3, "width": 80, "experts": 3, "k": 2, "inner": 96, "fmt": "bf16"},
     {"rows": 4, "width": 128, "experts": 2, "k": 3, "inner": 128, "first": 3, "total": 7},
     {"rows": 1, "width": 128, "experts": 2, "k": 2, "inner": 128, "first": 2, "total": 4},
