@@ -68,15 +68,16 @@ def _product(tokens: int, features: int, step: int, warps: int, stages: int) -> 
 
 
 # largest number of rows -> tile of a product
-PRODUCTS = {16: _product(16, 16, 256, 4, 3), 64: _product(64, 16, 128, 4, 4),
-            256: _product(128, 32, 64, 4, 4), 1 << 62: _product(128, 64, 64, 4, 3)}
+PRODUCTS = {8: _product(8, 8, 256, 4, 4), 32: _product(16, 16, 256, 4, 3), 256: _product(64, 16, 128, 4, 4),
+            1 << 62: _product(256, 64, 64, 8, 3)}
 # largest number of members of all groups -> tile
 CONFIGS = {4096: _config(1, 64, 64, 4), 1 << 16: _config(1, 8, 256, 4), 1 << 62: _config(2, 1, 512, 4)}
 BACKWARD = _config(2, 1, 512, 4)
 CANDIDATES = {"compress.project": (
-    *PRODUCTS.values(), _product(16, 16, 128, 4, 5), _product(16, 32, 128, 4, 4), _product(32, 16, 128, 4, 4),
-    _product(128, 32, 128, 4, 3), _product(128, 64, 64, 8, 4), _product(256, 32, 64, 4, 3),
-    _product(256, 64, 64, 8, 3), _product(128, 128, 32, 8, 3)), "compress.pool": tuple(_config(*sizes) for sizes in (
+    *PRODUCTS.values(), _product(8, 8, 512, 4, 3), _product(8, 16, 256, 4, 3), _product(16, 8, 256, 4, 4),
+    _product(16, 32, 128, 4, 4), _product(32, 16, 128, 4, 4), _product(128, 32, 64, 4, 4),
+    _product(128, 64, 64, 4, 3), _product(128, 64, 64, 8, 4)),
+    "compress.pool": tuple(_config(*sizes) for sizes in (
     (1, 128, 32, 4), (1, 128, 32, 8), (1, 64, 64, 4), (1, 32, 128, 8), (1, 8, 128, 2), (1, 8, 256, 4),
     (1, 4, 512, 4), (1, 2, 512, 4), (1, 1, 512, 2), (2, 1, 512, 4), (1, 1, 256, 1), (4, 8, 128, 4)))}
 

@@ -36,7 +36,8 @@ Numerics
     Both operands are exact, sums are float32; but an FP8 tensor core adds a step's 256 products up itself,
     which is off by 7e-4 of an answer's size, measured on an H200.  In the first product that moves roundings
     of h, and the op is off by 4e-3; with windows by 1.1e-3 to 1.6e-3.  `codes` after `numbers` are off by
-    1.3e-3, after windows by 1.9e-3, which is too much.  A row with few numbers far above all others leaves
+    1.3e-3, after windows by 1.9e-3, which is too much; so are 2.0e-3 where h is rounded by groups of 128
+    after windows.  A row with few numbers far above all others leaves
     its first window nearly empty: it is as exact as with `codes`.  A row's bits do not depend on the rows
     beside it when the tiles do not (`steady`).
 
@@ -95,6 +96,7 @@ CONFIGS = {0: _config("numbers", 16, 64, 256, 4, 4), 10: _config("numbers", 16, 
            1 << 62: _config("numbers", 128, 128, 128, 8, 3)}
 # the same of MXFP4 where a tensor core takes e4m3
 FEW = _config("windows", 8, 64, 256, 4, 4, registers=128)
+EXACT = _config("numbers", 8, 64, 256, 4, 4)
 SOME = _config("codes", 16, 64, 256, 4, 4, registers=128)
 MANY = {"numbers": _grouped("numbers", 3), "codes": _grouped("codes", 4)}
 MXFP4 = {"up": {4: FEW, 24: _config("numbers", 16, 64, 256, 4, 4), 1 << 62: MANY["numbers"]},
@@ -105,7 +107,7 @@ OTHERWISE = {"numbers": _config("numbers", 64, 128, 128, 4, 3, more=16),
 WINDOWS = {"numbers": 1, "codes": 1, "windows": 2}
 WIDEST = 32  # group of features that a tile rounds as it is written
 NARROW = 16  # tokens of the narrowest operand: what is left of an expert's rows is mostly less
-TRIED = (*MXFP4["up"].values(), *TOKEN.values(), *OTHERWISE.values(), _config("numbers", 8, 64, 256, 4, 4))
+TRIED = (*MXFP4["up"].values(), *TOKEN.values(), *OTHERWISE.values(), EXACT)
 TRIED_TOKEN = (*TOKEN.values(), OTHERWISE["codes"], _config("codes", 16, 64, 256, 4, 3, registers=128))
 CANDIDATES = {"moe.experts/up": TRIED, "moe.experts/down": TRIED,
               "moe.experts/up_token": TRIED_TOKEN, "moe.experts/down_token": TRIED_TOKEN}
@@ -435,8 +437,10 @@ def _operands(x: Tensor, weight: Experts, config: dict, place: Tensor | None = N
 
 
 def _configuration(part: str, rows: int, each: int, weight: Experts, features: int,
-                   group: int, numerics: Numerics) -> dict[str, int]:
-    """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow."""
+                   group: int, numerics: Numerics, coarse: bool = False) -> dict[str, int]:
+    """A product's tiles for so many rows, `each` of an expert, cut to what its widths and groups allow;
+    coarse: its answers are rounded by groups so wide that they have to be exact.
+    """
     name, table, codes = f"moe.experts/{part}", CONFIGS, _layout(weight)[0]
     if numerics.token:
         name, table = f"{name}_token", TOKEN
@@ -445,6 +449,8 @@ def _configuration(part: str, rows: int, each: int, weight: Experts, features: i
     config = up_to(table, 16 if numerics.steady else each)
     if not numerics.steady:
         config = tuned(name, (rows, weight.experts, features, weight.in_features, codes), config)
+    if coarse and config["way"] == "windows":
+        config = EXACT
     if config["groups"]:
         from dskit.kernels import grouped  # which is not interpreted
 
@@ -495,10 +501,10 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     if not T:
         return x_TD.new_empty(0, D, dtype=numerics.dtype)
     group = 0 if numerics.token else layout(numerics.activation_format)[1]
-    whole = group > WIDEST  # a tile would hold too many features: rounded in a launch of its own
-    group = 0 if whole else group
+    coarse = group > WIDEST  # a tile would hold too many features: rounded in a launch of its own
+    group = 0 if coarse else group
     each = T * J // max(part[1] if part else 0, w13.experts)
-    up = _configuration("up", T, each, w13, 2 * I, 2 * group, numerics)
+    up = _configuration("up", T, each, w13, 2 * I, 2 * group, numerics, coarse)
     down = _configuration("down", T, each, w2, D, 1, numerics)
     order, place, tile, tile2, rows = None, None, topk_TJ[0], topk_TJ[0], None
     if T > 1 or part:
@@ -508,7 +514,7 @@ def experts(x_TD: Tensor, topk_TJ: Tensor, weight_TJ: Tensor, shared_TD: Tensor 
     laid_out = (place, rows) if up["groups"] else ()
     h = _multiply(*_operands(x_TD, w13, up, *laid_out), w13, up, tile, T * J, J, order,
                   (weight_TJ.contiguous(), limit, group))
-    if whole:
+    if coarse:
         h = linear.quantize(h, numerics.activation_format, h.dtype)
     y = _multiply(*_operands(h, w2, down, None, rows), w2, down, tile2, T * J, 1, order, None)
     return moe._collect(y, place, shared_TD, numerics.dtype, rows)

@@ -79,7 +79,7 @@ from dskit.kernels.common import (
 )
 
 WIDTH, NBYTES = 128, 68  # of an index key, in numbers and as stored
-SPREAD = {1024: {"ROWS": 16, "num_warps": 1}, 1 << 62: {"ROWS": 64, "num_warps": 4}}  # by rows
+SPREAD = {1024: {"ROWS": 16}, 1 << 62: {"ROWS": 64}}  # by rows, those of a program
 
 
 def _tile(keys: int, columns: int, programs: int, warps: int, stages: int, registers: int = 168) -> dict:
@@ -245,7 +245,7 @@ def hadamard(v: Tensor) -> Tensor:
     config = up_to(SPREAD, len(x))
     if len(x):
         _hadamard_kernel[(cdiv(len(x), config["ROWS"]),)](
-            x, x.stride(0), y, len(x), width**-0.5, width, config["ROWS"], num_warps=config["num_warps"])
+            x, x.stride(0), y, len(x), width**-0.5, width, config["ROWS"])
     return y
 
 

@@ -1,8 +1,9 @@
 """Cases of the ops in layers/indexer.py.
 
-Shapes: rows and width of a transform; rows of the batch, the requests, `each` with so many of its own, heads, entries; `seen` entries that
-    the last row of the first request sees, fewer in each further request and in each row before; `spread`
-    binades between the scales of groups, of keys on both sides of 1, and up to 10 of queries; `tile` 1: with
+Shapes: rows and width of a transform.
+    rows of the batch, the requests, `each` with so many of its own, heads, entries; `seen` entries that the
+    last row of the first request sees, fewer in each further request and in each row before; `spread` binades
+    between the scales of groups, of keys on both sides of 1, and up to 10 of queries; `tile` 1: with
     row_tile; `wide` 1: float32; `among` blocks of 8 entries to which each row keeps, some of them missing;
     `run` 1: any rows of the pool instead of pages.
     Selection: k of rows x entries, or `count` blocks of `size`; grain g: scores in steps of 1 / g, so that
