@@ -29,7 +29,7 @@ Top-k
     Rows that fit a tile skip the first two.  Blocks of candidates are chunks whose maxima are asked for.
 
 Shapes
-    v [..., Y] bfloat16, Y a power of two from 16 on -> [..., Y].
+    v [..., Y] bfloat16, Y a power of two from 16 to 128 -> [..., Y].
     q [B, Q, X, 128] rounded numbers, weight [B, Q, X], pool [P, 68] uint8, table [B, S] and visible [B, Q]
     int64 -> scores [B, Q, S] in the weight's dtype.  Scores [..., S] bfloat16 or float32 -> indices
     [..., k] int64.
@@ -79,7 +79,7 @@ from dskit.kernels.common import (
 )
 
 WIDTH, NBYTES = 128, 68  # of an index key, in numbers and as stored
-SPREAD = {1024: {"ROWS": 16}, 1 << 62: {"ROWS": 64}}  # by rows, those of a program
+SPREAD = 64  # rows of a program that transforms them, however many there are: a row's bits are the same
 
 
 def _tile(keys: int, columns: int, programs: int, warps: int, stages: int, registers: int = 168) -> dict:
@@ -222,8 +222,8 @@ def _hadamard_kernel(v_ptr, stride, y_ptr, rows, scale, WIDTH: tl.constexpr, ROW
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     col = tl.arange(0, WIDTH)
     shared = col[:, None] & col[None, :]
-    for half in tl.static_range(4):
-        shared ^= shared >> (8 >> half)
+    for half in tl.static_range(3):
+        shared ^= shared >> (4 >> half)
     sign = narrow(1.0 - 2.0 * (shared & 1).to(tl.float32), tl.bfloat16)
     v = tl.load(v_ptr + row * stride + col[None, :], mask=row < rows, other=0.0)
     y = dot(v, sign, tl.zeros((ROWS, WIDTH), tl.float32)) * scale
@@ -233,8 +233,8 @@ def _hadamard_kernel(v_ptr, stride, y_ptr, rows, scale, WIDTH: tl.constexpr, ROW
 def _unspread(v: Tensor) -> str | None:
     """Why it cannot transform this, or None."""
     width = v.shape[-1]
-    if v.dtype != torch.bfloat16 or not 16 <= width <= 1024 or width != pow2(width):
-        return f"it takes bfloat16, 16 to 1024 channels, a power of two, not {width} of {v.dtype}"
+    if v.dtype != torch.bfloat16 or width not in (16, 32, 64, 128):
+        return f"it takes 16, 32, 64 or 128 channels of bfloat16, not {width} of {v.dtype}"
     return refuse(v)
 
 
@@ -242,10 +242,8 @@ def _unspread(v: Tensor) -> str | None:
 def hadamard(v: Tensor) -> Tensor:
     """Orthonormal Walsh-Hadamard transform of the last axis."""
     x, y, width = rows_of(v), torch.empty(v.shape, dtype=v.dtype, device=v.device), v.shape[-1]
-    config = up_to(SPREAD, len(x))
     if len(x):
-        _hadamard_kernel[(cdiv(len(x), config["ROWS"]),)](
-            x, x.stride(0), y, len(x), width**-0.5, width, config["ROWS"])
+        _hadamard_kernel[(cdiv(len(x), SPREAD),)](x, x.stride(0), y, len(x), width**-0.5, width, SPREAD)
     return y
 
 
