@@ -124,8 +124,8 @@ class Block(nn.Module):
         self.config, self.layer, self.numerics = config, layer, numerics
         self.attn = Attention(config, layer, numerics)
         self.ffn = MoE(config, layer, numerics, sizes)
-        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics.dtype)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics.dtype)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics.dtype, numerics.steady)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics.dtype, numerics.steady)
         mhc.add_parameters(self, config, ("hc_attn", "hc_ffn"))
         if layer in config.engram_layer_ids:
             self.engram = Engram(config, layer, numerics)
@@ -185,7 +185,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=numerics.dtype)
         self.embed.weight.requires_grad_(False)
         self.layers = nn.ModuleList(Block(config, i, numerics) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics.dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics.dtype, numerics.steady)
         self.head = Linear(config.hidden_size, config.vocab_size, numerics, fmt="bf16")
         if not config.is_v41:
             mhc.add_collapse(self, config)

@@ -247,12 +247,16 @@ def _cache_read_fwd_kernel(half_ptr, byte_ptr, row_ptr, out_ptr, count, WIDTH: t
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def _constants(name: str, packing: Any, rows: int) -> dict[str, Any]:
-    """Compile-time sizes of a packing, in pairs of channels, and an op's tile for so many rows."""
+def _constants(name: str, packing: Any, rows: int, steady: bool = False) -> dict[str, Any]:
+    """Compile-time sizes of a packing, in pairs of channels, and an op's tile for so many rows; `steady`: for
+    any number.
+    """
     kind, group = common.layout(packing.fmt)
     codes, tail, scales, _ = packing.parts
     wide = max(group, pow2(packing.width)) // 2
-    config = tuned(name, (rows, packing.width, packing.fmt), up_to(CONFIGS, rows))
+    config = up_to(CONFIGS, 1 if steady else rows)
+    if not steady:
+        config = tuned(name, (rows, packing.width, packing.fmt), config)
     held = max(1, config["pairs"] // wide)
     return {"WIDTH": packing.width // 2, "KIND": kind, "GROUP": group // 2, "CODED": packing.coded // 2,
             "SCALES": scales, "SCALES_AT": codes + tail, "NBYTES": packing.nbytes, "WIDE": wide, "ROWS": held,
@@ -268,7 +272,7 @@ def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write(v: Tensor, gain: Tensor | None, eps: float, turn: Tensor | None, slots: Tensor | None,
-           packing: Any, keep: bool, cache: Tensor) -> Tensor | None:
+           packing: Any, keep: bool, steady: bool, cache: Tensor) -> Tensor | None:
     """Fill rows `slots` (None: all, in order) of a contiguous cache; returns the normed v to keep."""
     width, tokens = packing.width, v.shape[0]
     require(v.shape[-1] == width, "v", f"has {v.shape[-1]} channels, the packing {width}")
@@ -281,7 +285,7 @@ def _write(v: Tensor, gain: Tensor | None, eps: float, turn: Tensor | None, slot
     if not rows:
         return normed
     packed, words = cache.dtype == torch.uint8, {2: torch.int32, 4: torch.int64}
-    sizes = _constants("cache.ready" if slots is None else "cache.write_", packing, rows)
+    sizes = _constants("cache.ready" if slots is None else "cache.write_", packing, rows, steady)
     v_words = _words(v, torch.int32)
     gain_words = None if gain is None else _words(gain.float(), torch.int64)
     turn_words = None if turn is None else torch.view_as_real(turn.contiguous()).view(torch.int64)
@@ -316,23 +320,24 @@ def _beyond(dtype: torch.dtype) -> str | None:
 
 # ---- the ops -----------------------------------------------------------------------------------------------
 
-@ops.implement("cache.ready", "triton", when=lambda v, gain_H, eps, turn_T, packing, packed, keep=False:
+@ops.implement("cache.ready", "triton", when=lambda v, gain_H, eps, turn_T, packing, packed, *_, **__:
                _cannot(v, packing, torch.uint8 if packed else packing.dtype, gain_H, turn_T))
 def ready(v: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None, packing: Any, packed: bool,
-          keep: bool = False) -> tuple[Tensor, Tensor | None]:
+          keep: bool = False, steady: bool = False) -> tuple[Tensor, Tensor | None]:
     """v [T, ..., H] normed, rotated, rounded: (rows for a cache, the normed v to keep)."""
     width, dtype = (packing.nbytes, torch.uint8) if packed else (packing.width, packing.dtype)
     rows = torch.empty(*v.shape[:-1], width, dtype=dtype, device=v.device)
-    return rows, _write(v, gain_H, eps, turn_T, None, packing, keep, rows)
+    return rows, _write(v, gain_H, eps, turn_T, None, packing, keep, steady, rows)
 
 
-@ops.implement("cache.write_", "triton", when=lambda cache, v, gain, eps, turn, slots, packing, keep=False:
+@ops.implement("cache.write_", "triton", when=lambda cache, v, gain, eps, turn, slots, packing, *_, **__:
                _cannot(v, packing, cache.dtype, cache, gain, turn, slots))
 def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None,
-           slots_T: Tensor, packing: Any, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+           slots_T: Tensor, packing: Any, keep: bool = False, steady: bool = False
+           ) -> tuple[Tensor, Tensor | None]:
     """`ready`, put in rows `slots` of a cache, -1 nowhere: (the cache, the normed v to keep)."""
     require(cache.is_contiguous(), "cache", "must be contiguous")
-    return cache, _write(v_TH, gain_H, eps, turn_T, slots_T, packing, keep, cache)
+    return cache, _write(v_TH, gain_H, eps, turn_T, slots_T, packing, keep, steady, cache)
 
 
 @ops.implement("cache.read", "triton", when=lambda cache, rows, packing, dtype:

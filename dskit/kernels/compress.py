@@ -218,11 +218,13 @@ def _launch(kernel, config: dict[str, int], line: Tensor, read: Tensor, width: i
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, line, read, width, dtype):
+    def forward(ctx, line, read, width, dtype, steady):
         ctx.save_for_backward(line, read)
         ctx.width = width
         y = torch.empty(read.shape[0], width, dtype=dtype, device=line.device)
-        config = tuned("compress.pool", (*read.shape, width), up_to(CONFIGS, read.numel()))
+        config = up_to(CONFIGS, 0 if steady else read.numel())
+        if not steady:
+            config = tuned("compress.pool", (*read.shape, width), config)
         _launch(_compress_pool_fwd_kernel, config, line, read, width, y)
         return y
 
@@ -231,15 +233,15 @@ class _Pool(torch.autograd.Function):
         line, read = ctx.saved_tensors
         dline = torch.zeros_like(line)  # rows that are in no group get nothing
         _launch(_compress_pool_bwd_kernel, BACKWARD, line, read, ctx.width, dy.contiguous(), dline)
-        return dline, None, None, None
+        return dline, None, None, None, None
 
 
-@ops.implement("compress.pool", "triton", grad=True, when=lambda line, read, width, dtype:
+@ops.implement("compress.pool", "triton", grad=True, when=lambda line, read, width, dtype, steady=False:
                too_wide(line, dtype) or refuse(line, read))
-def pool(line_S2X: Tensor, read_EU: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def pool(line_S2X: Tensor, read_EU: Tensor, width: int, dtype: torch.dtype, steady: bool = False) -> Tensor:
     """Each group's mean of v under the softmax of g over its members, [E, width] of `dtype`."""
     held = line_S2X.shape[2]
     require(line_S2X.shape[1] == 2 and held in (width, 2 * width), "line_S2X",
             f"is {list(line_S2X.shape)}; it must be [S, 2, {width} or {2 * width}]")
     require(held == width or read_EU.shape[1] % 2 == 0, "read_EU", "must list an even number of members")
-    return _Pool.apply(line_S2X.contiguous(), read_EU.contiguous(), width, dtype)
+    return _Pool.apply(line_S2X.contiguous(), read_EU.contiguous(), width, dtype, steady)

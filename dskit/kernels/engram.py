@@ -294,12 +294,12 @@ def _gate_bwd_kernel(X_ptr, key_ptr, push_ptr, q_ptr, k_ptr, part_ptr, dX_ptr, d
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, X, key, value, q_weight, k_weight, eps, image):
+    def forward(ctx, X, key, value, q_weight, k_weight, eps, image, steady):
         T, N, D = X.shape
         out = torch.empty(T, N, D, dtype=X.dtype, device=X.device)
         sums = torch.empty(3, T, N, device=X.device) if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(X, key, value, q_weight, k_weight, image, sums)
-        config = tuned("engram.gate", (T, N, D), GATE)
+        config = GATE if steady else tuned("engram.gate", (T, N, D), GATE)
         piece = min(config["piece"], pow2(D))
         span = cdiv(T * N, config["resident"] * processors(X))
         if out.numel():
@@ -325,7 +325,7 @@ class _Gate(torch.autograd.Function):
                 key.stride(0), key.stride(1), N, D, SPAN, pow2(N), piece)
         dgain = dgain.sum(dim=0)
         dq, dk = (dgain * k_weight).to(q_weight.dtype), (dgain * q_weight).to(k_weight.dtype)
-        return dX, dkey, dvalue, dq, dk, None, None
+        return dX, dkey, dvalue, dq, dk, None, None, None
 
 
 def _cannot_gate(X: Tensor, key: Tensor, *_, **__) -> str | None:
@@ -341,4 +341,5 @@ def gate(X_TND: Tensor, key_TND: Tensor, value_TD: Tensor, q_weight_ND: Tensor, 
                                 ("q_weight_ND", q_weight_ND, (N, D)), ("k_weight_ND", k_weight_ND, (N, D))):
         require(tensor.shape == shape, name, f"is {tuple(tensor.shape)}, not {shape}")
     X, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (X_TND, key_TND, value_TD))
-    return _Gate.apply(X, key, value, q_weight_ND.contiguous(), k_weight_ND.contiguous(), eps, image_T)
+    q_weight, k_weight = q_weight_ND.contiguous(), k_weight_ND.contiguous()
+    return _Gate.apply(X, key, value, q_weight, k_weight, eps, image_T, steady)

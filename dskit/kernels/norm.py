@@ -67,6 +67,7 @@ LANES = (*(_config(lane, early) for lane in (8, 16, 32) for early in (True, Fals
          *(_config(*sizes) for sizes in (
              (16, True, 4, 2), (16, True, 4, 3), (32, True, 4, 3), (32, True, 6, 2), (32, False, 8, 2))),
          *(_config(lane, True, whole=True) for lane in (8, 16, 32)))
+STEADY = _config(8, True, whole=True)  # of rows whose sums must not depend on how many there are
 CANDIDATES = {"norm.rms": LANES, "norm.add_rms": LANES, "norm.rms_quantize": LANES}
 BACKWARD = 16  # elements per lane of the backward pass, which holds four values of each; not yet measured
 RESIDENT = 16 if not common.INTERPRET else 1  # its warps on a multiprocessor; few, so that loops are walked
@@ -222,7 +223,7 @@ def _tile(width: int, lane: int, group: int = 1, whole: bool = False) -> dict[st
 
 
 def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float, fmt: str | None,
-             dtype: torch.dtype) -> tuple[Tensor | None, Tensor, Tensor | None]:
+             dtype: torch.dtype, steady: bool = False) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """(sum or None, normalised, quantised or None), all in the shape of x."""
     width = x.shape[-1]
     require(gain is None or gain.shape == (width,), "gain_D", f"must be [{width}], as wide as x")
@@ -237,7 +238,7 @@ def _forward(x: Tensor, residual: Tensor | None, gain: Tensor | None, eps: float
     rows = x_TD.shape[0]
     if rows:
         name = "norm.add_rms" if residual is not None else "norm.rms_quantize" if fmt else "norm.rms"
-        config = tuned(name, (rows, width), up_to(CONFIGS, x.numel()))
+        config = STEADY if steady else tuned(name, (rows, width), up_to(CONFIGS, x.numel()))
         tile = _tile(width, config["lane"], group, config["whole"])
         wanted = cdiv(rows, tile["ROWS"])
         programs = min(wanted, config["resident"] * common.processors(x))
@@ -269,8 +270,8 @@ def _backward(x: Tensor, gain: Tensor | None, dy: Tensor, dtotal: Tensor | None,
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, gain, eps, fmt, dtype):
-        total, y, q = _forward(x, residual, gain, eps, fmt, dtype)
+    def forward(ctx, x, residual, gain, eps, fmt, dtype, steady):
+        total, y, q = _forward(x, residual, gain, eps, fmt, dtype, steady)
         ctx.save_for_backward(x if total is None else total, gain)
         ctx.eps, ctx.dtypes = eps, (x.dtype, None if residual is None else residual.dtype)
         ctx.set_materialize_grads(False)
@@ -285,22 +286,22 @@ class _Norm(torch.autograd.Function):
         else:
             dx, dgain = _backward(x, gain, dy, dtotal, ctx.eps, ctx.needs_input_grad[2])
         dx, dresidual = (None if dtype is None or dx is None else dx.to(dtype) for dtype in ctx.dtypes)
-        return dx, dresidual, dgain, None, None, None
+        return dx, dresidual, dgain, None, None, None, None
 
 
-def _norm(x, residual, gain, eps, fmt, dtype):
+def _norm(x, residual, gain, eps, fmt, dtype, steady=False):
     needed = any(t is not None and t.requires_grad for t in (x, residual, gain))
     run = _Norm.apply if torch.is_grad_enabled() and needed else _forward
-    return run(x, residual, gain, eps, fmt, dtype)
+    return run(x, residual, gain, eps, fmt, dtype, steady)
 
 
 # ---- the ops -----------------------------------------------------------------------------------------------
 
-@ops.implement("norm.rms", "triton", grad=True, when=lambda x, gain_D, eps, dtype:
+@ops.implement("norm.rms", "triton", grad=True, when=lambda x, gain_D, eps, dtype, steady=False:
                too_wide(x, dtype) or refuse(x, gain_D))
-def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype, steady: bool = False) -> Tensor:
     """RMSNorm of the last axis, [..., D] -> [..., D] of `dtype`."""
-    return _norm(x, None, gain_D, eps, None, dtype)[1]
+    return _norm(x, None, gain_D, eps, None, dtype, steady)[1]
 
 
 @ops.implement("norm.add_rms", "triton", grad=True, when=lambda x, residual, gain_D, eps, dtype:

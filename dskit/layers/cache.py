@@ -108,21 +108,22 @@ def is_packed(cache: Tensor | None) -> bool:
 
 @ops.op("cache.ready")
 def ready(v: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None, packing: Packing, packed: bool,
-          keep: bool = False) -> tuple[Tensor, Tensor | None]:
+          keep: bool = False, steady: bool = False) -> tuple[Tensor, Tensor | None]:
     """v [T, ..., H] normed (with a gain), rotated (with turns) and rounded: rows for a cache.
 
-    -> (rows, with `keep` the normed v as it is before the rotation).
+    -> (rows, with `keep` the normed v as it is before the rotation). steady: as of norm.rms.
     """
-    normed = v if gain_H is None else rms(v, gain_H, eps, v.dtype)
+    normed = v if gain_H is None else rms(v, gain_H, eps, v.dtype, steady)
     turned = normed if turn_T is None else rotate(normed, turn_T)
     return packing.pack(turned) if packed else packing.round(turned), normed if keep else None
 
 
 @ops.op("cache.write_", grad=False)
 def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None,
-           slots_T: Tensor, packing: Packing, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+           slots_T: Tensor, packing: Packing, keep: bool = False, steady: bool = False
+           ) -> tuple[Tensor, Tensor | None]:
     """`ready`, put in rows `slots` of a cache, which takes the rows' place. A packed cache skips slot -1."""
-    rows, normed = ready(v_TH, gain_H, eps, turn_T, packing, is_packed(cache), keep)
+    rows, normed = ready(v_TH, gain_H, eps, turn_T, packing, is_packed(cache), keep, steady)
     if is_packed(cache):  # what is skipped writes the reserved row as it is: no shape depends on the slots
         real, slots_T = slots_T[:, None] >= 0, slots_T.clamp(min=0)
         rows = torch.where(real, rows, cache[slots_T])
@@ -132,10 +133,10 @@ def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_
 def store_(cache: Tensor | None, v_TH: Tensor, norm: RMSNorm | None, turn_T: Tensor | None, slots_T: Tensor,
            packing: Packing, keep: bool = False) -> tuple[Tensor, Tensor | None]:
     """`write_` with a norm layer; without a cache (training) the new rows take its place."""
-    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    gain, eps, steady = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.steady)
     if cache is None:
-        return ready(v_TH, gain, eps, turn_T, packing, False, keep)
-    return write_(cache, v_TH, gain, eps, turn_T, slots_T, packing, keep)
+        return ready(v_TH, gain, eps, turn_T, packing, False, keep, steady)
+    return write_(cache, v_TH, gain, eps, turn_T, slots_T, packing, keep, steady)
 
 
 @ops.op("cache.read", grad=False)

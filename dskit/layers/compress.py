@@ -54,12 +54,12 @@ def project(x_TD: Tensor, wkv_XD: Tensor, wgate_XD: Tensor, ape_RX: Tensor | Non
 
 
 @ops.op("compress.pool")
-def pool(line_S2X: Tensor, read_EU: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def pool(line_S2X: Tensor, read_EU: Tensor, width: int, dtype: torch.dtype, steady: bool = False) -> Tensor:
     """Each group's mean of v under the softmax of g over its U members, per channel: [E, width] of `dtype`.
 
     line: (v, g) by row; read: the members' rows, -1 for one that is absent. Members wider than `width` play
     two roles: in the earlier half of a group their first channels count (those for the next entry), in the
-    later half their last (for their own). No row plays the same role twice.
+    later half their last (for their own). No row plays the same role twice. steady: as of norm.rms.
     """
     v, g = line_S2X[read_EU.clamp(min=0)].unbind(dim=2)
     g = g.masked_fill(read_EU[..., None] < 0, float("-inf"))
@@ -83,7 +83,7 @@ class Compressor(nn.Module):
         out, fmt = width * (2 if overlaps else 1), "bf16" if ratio == 1 and config.is_v41 else "fp32"
         self.gated = ratio > 1 or not config.is_v41
         self.wkv = Linear(config.hidden_size, out, numerics, fmt=fmt)
-        self.norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype)
+        self.norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype, numerics.steady)
         if self.gated:
             self.wgate = Linear(config.hidden_size, out, numerics, fmt=fmt)
         if not config.is_v41:
@@ -96,4 +96,4 @@ class Compressor(nn.Module):
         line = project(x_TD, self.wkv.weight, self.wgate.weight, getattr(self, "ape", None), pos_T,
                        self.numerics.row_tile)
         line = remember_(carry, line, plan.ring)
-        return pool(line, plan.ring.read, self.width, self.numerics.dtype)
+        return pool(line, plan.ring.read, self.width, self.numerics.dtype, self.numerics.steady)

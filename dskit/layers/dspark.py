@@ -156,8 +156,8 @@ class DraftHeads(nn.Module):
         D, first, last = config.hidden_size, stages[0], stages[-1]
         first.main_proj = Linear(D * len(config.dspark_target_layer_ids), D, numerics,
                                  block=config.weight_block_size)
-        first.main_norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype)
-        last.norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype)
+        first.main_norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype, numerics.steady)
+        last.norm = RMSNorm(D, config.rms_norm_eps, numerics.dtype, numerics.steady)
         last.markov_head = MarkovHead(config, numerics)
         last.confidence_head = nn.Module()
         last.confidence_head.proj = Linear(D + config.dspark_markov_rank, 1, numerics, fmt="bf16")

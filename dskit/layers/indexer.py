@@ -150,7 +150,7 @@ class Indexer(nn.Module):
         if layer in config.kv_source_layer_ids:
             if config.is_v41:
                 self.wk = Linear(config.head_dim, self.width, numerics, fmt="bf16")
-                self.k_norm = RMSNorm(self.width, config.rms_norm_eps, numerics.dtype)
+                self.k_norm = RMSNorm(self.width, config.rms_norm_eps, numerics.dtype, numerics.steady)
             else:
                 self.compressor = Compressor(config, config.ratio(layer), numerics, self.width)
 

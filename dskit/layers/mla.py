@@ -176,10 +176,10 @@ class Attention(nn.Module):
         heads, width, rank = config.num_attention_heads, config.head_dim, config.q_lora_rank
         block = config.weight_block_size
         self.wq_a = Linear(config.hidden_size, rank, numerics, block=block)
-        self.q_norm = RMSNorm(rank, config.rms_norm_eps, numerics.dtype)
+        self.q_norm = RMSNorm(rank, config.rms_norm_eps, numerics.dtype, numerics.steady)
         self.wq_b = Linear(rank, heads * width, numerics, block=block)
         self.wkv = Linear(config.hidden_size, width, numerics, block=block)
-        self.kv_norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype)
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps, numerics.dtype, numerics.steady)
         self.attn_sink = nn.Parameter(torch.zeros(heads), requires_grad=False)
         self.wo_a = Linear(heads * width // config.o_groups, config.o_groups * config.o_lora_rank, numerics,
                            block=block)
@@ -218,7 +218,9 @@ class Attention(nn.Module):
     def query(self, latent: Tensor) -> Tensor:
         """Queries [T, A, H] of rounded latents [T, R], before their rotation; V4 also norms each head."""
         q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
-        return q if self.config.is_v41 else rms(q, None, self.config.rms_norm_eps, self.numerics.dtype)
+        if not self.config.is_v41:
+            q = rms(q, None, self.config.rms_norm_eps, self.numerics.dtype, self.numerics.steady)
+        return q
 
     def key(self, x: Tensor, turn: Tensor) -> Tensor:
         """This layer's own key-and-value vectors [T, H] of rounded inputs, rotated and rounded as cached."""
@@ -227,14 +229,16 @@ class Attention(nn.Module):
     def ready(self, kv_TH: Tensor, turn: Tensor, packed: bool) -> Tensor:
         """Such vectors, as they leave their projection, as rows for a ring that holds numbers or bytes."""
         norm = self.kv_norm
-        return ready(kv_TH, norm.weight, norm.eps, turn, self.packing("window"), packed)[0]
+        return ready(kv_TH, norm.weight, norm.eps, turn, self.packing("window"), packed,
+                     steady=norm.steady)[0]
 
     def remember_(self, ring: Tensor | None, kv_TH: Tensor, turn: Tensor, plan: RingPlan) -> Tensor:
         """Commit projected keys to this layer's ring; returns the line that `plan.read` reads."""
         if ring is None or plan.history is not None:
             return remember_(ring, self.ready(kv_TH, turn, is_packed(ring)), plan)
         norm = self.kv_norm
-        return write_(ring, kv_TH, norm.weight, norm.eps, turn, plan.slots, self.packing("window"))[0]
+        return write_(ring, kv_TH, norm.weight, norm.eps, turn, plan.slots, self.packing("window"),
+                      steady=norm.steady)[0]
 
     def packing(self, what: str) -> Packing:
         """How a "window" vector or a global "entry" is rounded and packed."""

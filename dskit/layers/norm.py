@@ -6,7 +6,8 @@ is 1e-20 in V4.1 and only guards exact zeros, so a zero vector stays zero.
 Shapes: x [..., D] -> [..., D] in the dtype asked for; gain [D]. What follows or precedes the norm on the hot
 path, an addition or the rounding of a product's input, is joined to it in an op of its own.
 Errors: none of its own.
-Numerics: statistic and gain in float32 (float64 stays float64), one rounding at the end.
+Numerics: statistic and gain in float32 (float64 stays float64), one rounding at the end; `steady`: summed in
+the same order however many rows there are.
 Kernel: kernels/norm.py (norm.rms, norm.add_rms, norm.rms_quantize)
 Source: model.md 3.3, config field rms_norm_eps.
 """
@@ -31,7 +32,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @ops.op("norm.rms")
-def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype, steady: bool = False) -> Tensor:
     """RMSNorm over the last axis, [..., D] -> [..., D] of `dtype`; without a gain only the division."""
     wide = up(x)
     gain = None if gain_D is None else cast(gain_D, wide.dtype)
@@ -57,11 +58,11 @@ def rms_quantize(x: Tensor, gain_D: Tensor | None, eps: float, fmt: str,
 class RMSNorm(nn.Module):
     """RMSNorm with the gain of the checkpoint."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype):
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, steady: bool = False):
         super().__init__()
-        self.eps, self.dtype = eps, dtype
+        self.eps, self.dtype, self.steady = eps, dtype, steady
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D] in the dtype of values."""
-        return rms(x, self.weight, self.eps, self.dtype)
+        return rms(x, self.weight, self.eps, self.dtype, self.steady)
