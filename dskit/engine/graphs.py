@@ -19,9 +19,8 @@ Before a graph is captured its step is run under `Unbroken`, which refuses what 
 where it stands; before it serves, it is also run as it is, and the two must agree. Where one of them fails,
 such steps run eagerly; so do steps whose calls of ops somebody watches, in a profile say.
 
-Where experts lie on several ranks, a step has as many rows as the rank with the most, padded, but for parts
-of prompts that have less than half of them, and run eagerly. Each rank captures for itself
-(`Peers.captured`), and compares nothing, since the others take part in a step once.
+Where experts lie on several ranks, a decode step has as many rows as the rank with the most, padded. Each
+rank captures for itself (`Peers.captured`), and compares nothing, since the others take part in a step once.
 
 Shapes: a graph per `Size`; the first rows of its outputs are the step's own.
 State: one Graphs per runner, with one memory pool: a graph's outputs hold until another one runs. `counts`
@@ -341,10 +340,10 @@ class Graphs:
     def prefill(self, work: Callable[..., State], state: State, step: Step, memory: Memory, shared: Global,
                 *more: Any) -> State:
         """Part of a model, as a Step runs it: by a graph, where there can be one."""
-        rows, peers, graph = len(step.ids), self.runner.peers, None
-        size = Size("prefill", self._padded(rows, room=of_prompts), part=(work, *more))
-        fits = rows > 0 if peers is None else 2 * rows >= size.rows and self._live(size, rows)
-        if fits and step.image is None and not ops.pinned() and self._able(size):
+        rows, graph = len(step.ids), None
+        alone = self.runner.peers is None  # an exchange has the size of the rank with the most rows
+        size = Size("prefill", _in_octaves(rows), part=(work, *more))
+        if alone and rows and step.image is None and not ops.pinned() and self._able(size):
             given, index = (step.ids, step.pos, step.gram, state), self._index(rows, size.rows)
             self._room(size.part, given).fill(given, index)
             graph = self._graph(size)
@@ -356,12 +355,12 @@ class Graphs:
         graph.replay()
         return mapped(graph.outputs, lambda of: of[:rows])
 
-    def _padded(self, count: int, each: int = 1, room: Callable[[int], int] = padded) -> int:
+    def _padded(self, count: int, each: int = 1) -> int:
         """The size for so many rows or rounds of `each` rows: of the rank that has the most, since exchanges
         of rows have one size on all.
         """
         peers = self.runner.peers
-        return room(count) if peers is None or peers.rows == ALIKE else peers.rows // each
+        return padded(count) if peers is None or peers.rows == ALIKE else peers.rows // each
 
     @torch.inference_mode()
     def recapture(self) -> int:
@@ -400,15 +399,13 @@ class Graphs:
 
     def _shared(self, size: Size, work: list[Any] | Tensor) -> bool:
         """Say how many rows are live; others' need the experts here even if none is. False: too many."""
+        window, each = self.runner.peers.window, 1
         if size.kind == "decode":
-            return self._live(size, sum(w.stop - w.start for w in work))
-        each = self.runner.config.dspark_block_size
-        return self._live(size, work.shape[1] * each, each)
-
-    def _live(self, size: Size, rows: int, each: int = 1) -> bool:
-        """Say to the exchange how many rows are live; whether its window holds those of a size."""
-        window = self.runner.peers.window
-        window.live.fill_(rows)
+            live = sum(w.stop - w.start for w in work)
+        else:
+            each = self.runner.config.dspark_block_size
+            live = work.shape[1] * each
+        window.live.fill_(live)
         return size.rows * each <= window.max_rows
 
     def _graph(self, size: Size) -> Graph | None:
@@ -544,12 +541,10 @@ class Graphs:
         return torch.arange(padded, device=self.runner.device).clamp_(max=rows - 1)
 
 
-def of_prompts(rows: int) -> int:
-    """The number of rows that so many of prompts are padded to: multiples of 8, at most four in an octave, as
-    far as there are graphs.
-    """
+def _in_octaves(rows: int) -> int:
+    """The number of rows that so many of prompts are padded to: multiples of 8, at most four in an octave."""
     step = max(8, 1 << (rows - 1).bit_length() >> 3)
-    return -(-rows // step) * step if rows <= MOST_ROWS["prefill"] else padded(rows)
+    return -(-rows // step) * step
 
 
 def _pad_group(group: Any, rows: int) -> Any:

@@ -57,7 +57,6 @@ from dskit import ops
 from dskit.engine.dist import DECODE, IDLE, LOADING, PREFILL, STOP, Group, GroupError, Parallel, Watchdog
 from dskit.engine.exchange import ALIKE
 from dskit.engine.grammar import State
-from dskit.engine.graphs import of_prompts
 from dskit.engine.loop import Engine, Flight, Handle
 from dskit.engine.rebalance import Rebalancer
 from dskit.engine.runner import Work
@@ -224,8 +223,7 @@ class RankEngine(Engine):
 
     def _launch(self, plan: StepPlan, plan_s: float) -> Flight:
         """The experts' ranks know how many rows any of them brings."""
-        room = of_prompts if plan.kind == "prefill" else padded
-        self._device.submit(self._bring, room(self._most[0]))
+        self._device.submit(self._bring, padded(self._most[0]))
         return super()._launch(plan, plan_s)
 
     def _sample(self, flight: Flight) -> None:

@@ -7,7 +7,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import (
 from dskit import checkpoint, ops
 from dskit.config import preset
 from dskit.engine import engram, graphs
-from dskit.engine.exchange import Peers
 from dskit.engine.host import leaves
 from dskit.engine.llm import LLM
 from dskit.engine.runner import ModelRunner, Work
@@ -233,7 +231,7 @@ def test_a_swap_captures_again(model):
 
 def test_sizes():
     assert [graphs.padded(n) for n in (1, 2, 3, 5, 8, 9, 17, 64)] == [1, 2, 4, 8, 8, 16, 24, 64]
-    padded = {n: graphs.of_prompts(n) for n in range(1, 2049)}
+    padded = {n: graphs._in_octaves(n) for n in range(1, 2049)}
     assert all(n <= rows <= max(n + 7, 1.25 * n) and padded[rows] == rows for n, rows in padded.items())
     assert len(set(padded.values())) == 28
 
@@ -249,7 +247,7 @@ def run_prompts(model, schedules, backend=None, **settings):
     """The logits of several lots of sequences, with graphs of 32 or 64 prompt rows; and the runner."""
     on = drive.runner(model, drafts=True, **settings)
     with replayed(prompts=True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "of_prompts", lambda rows: -(-rows // 32) * 32)
+        patch.setattr(graphs, "_in_octaves", lambda rows: -(-rows // 32) * 32)
         on.graphs = graphs.Graphs(on, backend) if backend else None
         return [torch.cat(drive.play(on, prompts, schedule)) for prompts, schedule in schedules], on
 
@@ -288,25 +286,6 @@ def test_the_end_of_a_long_prompt_runs_by_a_graph(model, monkeypatch):
     assert on.graphs.counts["graph_prefills"] == on.graphs.counts["eager_prefills"] == 2
     with replayed(prompts=True), ops.use(moe="torch"):
         assert on.graphs.recapture() == 2 and backend.phases == 4 * ["prefill"]
-
-
-def test_prompts_of_a_rank_run_by_graphs_of_the_rows_that_the_most_has(model):
-    """Unless they are so few that most of it would be padding."""
-
-    def lots(*counts):
-        return [([s], drive.at_once([s])) for s in sequences(counts)]
-
-    window = SimpleNamespace(live=torch.zeros(1, dtype=torch.int64), alone=torch.zeros(1), max_rows=64)
-    peers = Peers(window=window, rows=64)
-    want, _ = run_prompts(model, lots(40, 20, 64))
-    found, on = run_prompts(model, lots(40, 20, 64), Backend(), peers=peers)
-    assert all(map(torch.equal, found, want))
-    counts = on.graphs.counts
-    assert (counts["graph_prefills"], counts["eager_prefills"], counts["graph_failures"]) == (2, 1, 0)
-    assert {size.rows for size in on.graphs.graphs} == {64} and window.live == 64
-    window.max_rows = 63
-    found, on = run_prompts(model, lots(40), Backend(), peers=peers)
-    assert torch.equal(found[0], want[0]) and on.graphs.counts["eager_prefills"] == 1
 
 
 @pytest.mark.slow
