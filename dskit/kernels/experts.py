@@ -19,8 +19,7 @@ Idea
 
     Which tokens meet which rows is counted on the device: `moe.plan` sorts, `_tiles_kernel` cuts every
     expert's rows into tiles; of few slots both are one launch.  The grid holds the most tiles there can be;
-    what is over returns at once.
-    A token alone needs neither: its J slots are the tiles.
+    what is over returns at once.  A token alone needs neither: its J slots are the tiles.
 
 Shapes
     As in layers/moe.py: x_TD, topk_TJ, weight_TJ; w13 [E, 2I, D], w2 [E, D, I] in codes.
@@ -36,10 +35,9 @@ Numerics
     Both operands are exact, sums are float32; but an FP8 tensor core adds a step's 256 products up itself,
     which is off by 7e-4 of an answer's size, measured on an H200.  In the first product that moves roundings
     of h, and the op is off by 4e-3; with windows by 1.1e-3 to 1.6e-3.  `codes` after `numbers` are off by
-    1.3e-3, after windows by 1.9e-3, which is too much; so are 2.0e-3 where h is rounded by groups of 128
-    after windows.  A row with few numbers far above all others leaves
-    its first window nearly empty: it is as exact as with `codes`.  A row's bits do not depend on the rows
-    beside it when the tiles do not (`steady`).
+    1.3e-3, after windows by 1.9e-3, which is too much; so is rounding h by groups of 128 after windows, off
+    by 2.0e-3.  A row with few numbers far above all others leaves its first window nearly empty: it is as
+    exact as with `codes`.  A row's bits do not depend on the rows beside it when the tiles do not (`steady`).
 
 Source
     kernels.md 1.8, 2.3; model.md 3.11.
