@@ -192,10 +192,11 @@ class Indexer(nn.Module):
             if candidates is not None and not source and candidates[i] is not None:
                 given.append(candidates[i])
             step = max(1, SCORES_HELD // max(1, seg.table.numel()))  # rows of each request
-            parts = [self._select(pool, seg, source, *part)
-                     for part in zip(*(of.split(step, dim=1) for of in given), strict=True)]
-            chosen.append(torch.cat([entries for entries, _ in parts], dim=1))
-            kept.append(None if parts[0][1] is None else torch.cat([best for _, best in parts], dim=1))
+            entries, best = zip(*(self._select(pool, seg, source, *part)
+                                  for part in zip(*(of.split(step, dim=1) for of in given), strict=True)),
+                                strict=True)
+            chosen.append(_joined(entries))
+            kept.append(None if best[0] is None else _joined(best))
         return chosen, kept if source else candidates
 
     def _select(self, pool: Tensor, seg: Segment, source: bool, q_BQXY: Tensor, weight_BQX: Tensor,
@@ -208,6 +209,11 @@ class Indexer(nn.Module):
                            self.numerics.compute, self.numerics.row_tile, block_BQC, size, seg.run)
         best = blocks(of, visible_BQ, size, count) if source and of.shape[-1] > count * size else None
         return _entries(topk(of, self.config.index_topk), block_BQC, size), best
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """Rows of requests [B, Q, ...] one after the other; one part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _entries(place: Tensor, block_BQC: Tensor | None, size: int) -> Tensor:
