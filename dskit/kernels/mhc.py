@@ -37,6 +37,7 @@ Source
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -767,11 +768,12 @@ def boundary(y_TD: Tensor | None, X_TND: Tensor, p_TN: Tensor | None, q_TN: Tens
              hc_eps: float, iters: int, dtype: torch.dtype, row_tile: int | None = None
              ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(X', normed x_TD, p', q', C'); with a gradient, or reading with the new weights, in its parts."""
-    norm, steady = ops.find("norm.rms"), row_tile is not None
+    steady = row_tile is not None
+    norm = partial(ops.find("norm.rms"), steady=True) if steady else ops.find("norm.rms")
     if _wants_grad(y_TD, X_TND, p_TN, q_TN, C_TNN, fn, base, scale, gain_D):
         X = X_TND if y_TD is None else write(y_TD, X_TND, q_TN, C_TNN, dtype).to(X_TND.dtype)
         p, q, C = mixes(X, fn, base, scale, eps, hc_eps, iters, row_tile)
-        return X, norm(read(p if p_TN is None else p_TN, X, dtype), gain_D, eps, dtype, steady), p, q, C
+        return X, norm(read(p if p_TN is None else p_TN, X, dtype), gain_D, eps, dtype), p, q, C
     X, x, part = _pass(y_TD, X_TND, p_TN, q_TN, C_TNN, fn, dtype, held=X_TND.dtype, steady=steady)
     p, q, C = _finish(part, base, scale, X.shape, eps, hc_eps, iters, x, gain_D)
-    return X, norm(read(p, X, dtype), gain_D, eps, dtype, steady) if x is None else x, p, q, C
+    return X, norm(read(p, X, dtype), gain_D, eps, dtype) if x is None else x, p, q, C

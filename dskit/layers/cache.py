@@ -29,7 +29,7 @@ from torch import Tensor
 from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers.linear import Numerics, decode, encode, group_size, quantize
-from dskit.layers.norm import RMSNorm, cast, rms
+from dskit.layers.norm import RMSNorm, cast, ordered, rms
 from dskit.layers.rope import rotate
 
 
@@ -113,7 +113,7 @@ def ready(v: Tensor, gain_H: Tensor | None, eps: float, turn_T: Tensor | None, p
 
     -> (rows, with `keep` the normed v as it is before the rotation). steady: as of norm.rms.
     """
-    normed = v if gain_H is None else rms(v, gain_H, eps, v.dtype, steady)
+    normed = v if gain_H is None else rms(v, gain_H, eps, v.dtype, **ordered(steady))
     turned = normed if turn_T is None else rotate(normed, turn_T)
     return packing.pack(turned) if packed else packing.round(turned), normed if keep else None
 
@@ -123,7 +123,7 @@ def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_
            slots_T: Tensor, packing: Packing, keep: bool = False, steady: bool = False
            ) -> tuple[Tensor, Tensor | None]:
     """`ready`, put in rows `slots` of a cache, which takes the rows' place. A packed cache skips slot -1."""
-    rows, normed = ready(v_TH, gain_H, eps, turn_T, packing, is_packed(cache), keep, steady)
+    rows, normed = ready(v_TH, gain_H, eps, turn_T, packing, is_packed(cache), keep, **ordered(steady))
     if is_packed(cache):  # what is skipped writes the reserved row as it is: no shape depends on the slots
         real, slots_T = slots_T[:, None] >= 0, slots_T.clamp(min=0)
         rows = torch.where(real, rows, cache[slots_T])
@@ -133,10 +133,10 @@ def write_(cache: Tensor, v_TH: Tensor, gain_H: Tensor | None, eps: float, turn_
 def store_(cache: Tensor | None, v_TH: Tensor, norm: RMSNorm | None, turn_T: Tensor | None, slots_T: Tensor,
            packing: Packing, keep: bool = False) -> tuple[Tensor, Tensor | None]:
     """`write_` with a norm layer; without a cache (training) the new rows take its place."""
-    gain, eps, steady = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.steady)
+    gain, eps, how = (None, 0.0, {}) if norm is None else (norm.weight, norm.eps, ordered(norm.steady))
     if cache is None:
-        return ready(v_TH, gain, eps, turn_T, packing, False, keep, steady)
-    return write_(cache, v_TH, gain, eps, turn_T, slots_T, packing, keep, steady)
+        return ready(v_TH, gain, eps, turn_T, packing, False, keep, **how)
+    return write_(cache, v_TH, gain, eps, turn_T, slots_T, packing, keep, **how)
 
 
 @ops.op("cache.read", grad=False)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers.linear import Linear, Numerics, matmul
-from dskit.layers.norm import RMSNorm, cast, up
+from dskit.layers.norm import RMSNorm, cast, ordered, up
 from dskit.layers.swa import RingPlan, remember_
 
 
@@ -96,4 +96,5 @@ class Compressor(nn.Module):
         line = project(x_TD, self.wkv.weight, self.wgate.weight, getattr(self, "ape", None), pos_T,
                        self.numerics.row_tile)
         line = remember_(carry, line, plan.ring)
-        return pool(line, plan.ring.read, self.width, self.numerics.dtype, self.numerics.steady)
+        return pool(line, plan.ring.read, self.width, self.numerics.dtype,
+                    **ordered(self.numerics.steady))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dskit import ops
 from dskit.config import ModelConfig
 from dskit.layers.linear import matmul, sigmoid
-from dskit.layers.norm import cast, rms, up
+from dskit.layers.norm import cast, ordered, rms, up
 
 
 @ops.op("mhc.sinkhorn")
@@ -89,7 +89,7 @@ def boundary(y_TD: Tensor | None, X_TND: Tensor, p_TN: Tensor | None, q_TN: Tens
     X = X_TND if y_TD is None else cast(write(y_TD, X_TND, q_TN, C_TNN, dtype), X_TND.dtype)
     p, q, C = mixes(X, fn, base, scale, eps, hc_eps, iters, row_tile)
     x = read(p if p_TN is None else p_TN, X, dtype)
-    return X, rms(x, gain_D, eps, dtype, row_tile is not None), p, q, C
+    return X, rms(x, gain_D, eps, dtype, **ordered(row_tile is not None)), p, q, C
 
 
 def first_read(T: int, N: int, device: torch.device) -> Tensor:

@@ -32,7 +32,7 @@ from dskit.layers.cache import Packing, is_packed, read, ready, store_, write_
 from dskit.layers.compress import Compressor, GroupPlan
 from dskit.layers.indexer import Indexer, Segment
 from dskit.layers.linear import Linear, Numerics, few, quantize, unpack_fp8, widened
-from dskit.layers.norm import RMSNorm, cast, rms, up
+from dskit.layers.norm import RMSNorm, cast, ordered, rms, up
 from dskit.layers.rope import rotate
 from dskit.layers.swa import RingPlan, remember_
 
@@ -219,7 +219,8 @@ class Attention(nn.Module):
         """Queries [T, A, H] of rounded latents [T, R], before their rotation; V4 also norms each head."""
         q = self.wq_b(latent).unflatten(-1, (-1, self.config.head_dim))
         if not self.config.is_v41:
-            q = rms(q, None, self.config.rms_norm_eps, self.numerics.dtype, self.numerics.steady)
+            how = ordered(self.numerics.steady)
+            q = rms(q, None, self.config.rms_norm_eps, self.numerics.dtype, **how)
         return q
 
     def key(self, x: Tensor, turn: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ class Attention(nn.Module):
         """Such vectors, as they leave their projection, as rows for a ring that holds numbers or bytes."""
         norm = self.kv_norm
         return ready(kv_TH, norm.weight, norm.eps, turn, self.packing("window"), packed,
-                     steady=norm.steady)[0]
+                     **ordered(norm.steady))[0]
 
     def remember_(self, ring: Tensor | None, kv_TH: Tensor, turn: Tensor, plan: RingPlan) -> Tensor:
         """Commit projected keys to this layer's ring; returns the line that `plan.read` reads."""
@@ -238,7 +239,7 @@ class Attention(nn.Module):
             return remember_(ring, self.ready(kv_TH, turn, is_packed(ring)), plan)
         norm = self.kv_norm
         return write_(ring, kv_TH, norm.weight, norm.eps, turn, plan.slots, self.packing("window"),
-                      steady=norm.steady)[0]
+                      **ordered(norm.steady))[0]
 
     def packing(self, what: str) -> Packing:
         """How a "window" vector or a global "entry" is rounded and packed."""

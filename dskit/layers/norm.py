@@ -31,6 +31,11 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def ordered(steady: bool) -> dict[str, bool]:
+    """What a call says where sums must have one order; else nothing, which any implementation understands."""
+    return {"steady": True} if steady else {}
+
+
 @ops.op("norm.rms")
 def rms(x: Tensor, gain_D: Tensor | None, eps: float, dtype: torch.dtype, steady: bool = False) -> Tensor:
     """RMSNorm over the last axis, [..., D] -> [..., D] of `dtype`; without a gain only the division."""
@@ -65,4 +70,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D] in the dtype of values."""
-        return rms(x, self.weight, self.eps, self.dtype, self.steady)
+        return rms(x, self.weight, self.eps, self.dtype, **ordered(self.steady))

@@ -13,6 +13,7 @@ import dskit.model  # noqa: F401 - has all ops, whose kernels are imported next
 from dskit import ops
 from dskit.kernels import cache, compress, engram, norm
 from dskit.layers.cache import Packing
+from dskit.layers.norm import RMSNorm
 from dskit.testing import Maker, outputs
 
 COUNTS = 1, 2, 8, 32, 128, 512
@@ -78,3 +79,17 @@ def test_a_rows_bits_do_not_depend_on_how_many_there_are(name):
         whole = steadily(name, given(4096))
         for count in COUNTS:
             assert torch.equal(steadily(name, given(count)), whole[:count]), f"{count} rows of {width}"
+
+
+def test_an_implementation_that_knows_of_no_order_is_not_asked_for_one(monkeypatch):
+    """Somebody's own norm of four arguments, as in the notebooks, where bits may depend on the batch."""
+    def simple(x, gain_D, eps, dtype):
+        return (x * gain_D / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()).to(dtype)
+
+    monkeypatch.setattr(ops.find("norm.rms").implementations["torch"], "function", simple)
+    x = torch.randn(3, 8)
+    with ops.use({"norm.rms": "torch"}):
+        y = RMSNorm(8, 1e-6, torch.float32)(x)
+        assert torch.allclose(y.pow(2).mean(-1), torch.ones(3), atol=1e-3)
+        with pytest.raises(TypeError, match="steady"):
+            RMSNorm(8, 1e-6, torch.float32, steady=True)(x)
