@@ -159,7 +159,7 @@ class SlotMap:
 
     def slots(self, expert_TJ: Tensor, rank: int) -> Tensor:
         """A physical slot for each choice; replicas take turns from row to row and from rank to rank."""
-        if self.log2phys.shape[1] == 1:
+        if self.log2phys.shape[1] == 1:  # no replicas: one launch instead of five in every layer
             return self.log2phys[:, 0][expert_TJ]
         row = torch.arange(rank, rank + expert_TJ.shape[0], device=expert_TJ.device)[:, None]
         return self.log2phys[expert_TJ, row % self.count[expert_TJ]]

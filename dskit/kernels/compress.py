@@ -137,7 +137,7 @@ def project(x_TD: Tensor, wkv_XD: Tensor, wgate_XD: Tensor, ape_RX: Tensor | Non
     if T:
         _compress_project_kernel[grid](
             x, x.stride(0), wkv_XD.contiguous(), wgate_XD.contiguous(),
-            None if ape_RX is None else ape_RX.contiguous(), pos_T, line, T, X,
+            None if ape_RX is None else ape_RX.contiguous(), pos_T.contiguous(), line, T, X,
             1 if ape_RX is None else len(ape_RX), D, config["tokens"], config["features"], config["step"],
             num_warps=config["num_warps"], num_stages=config["num_stages"])
     return line
@@ -206,7 +206,7 @@ def _compress_pool_bwd_kernel(line_ptr, read_ptr, dy_ptr, dline_ptr, entries, ME
         tl.store(dline_ptr + at + HELD, narrow(dv * (v - mean), dline_ptr.dtype.element_ty), mask=there)
 
 
-# ---- its launches ------------------------------------------------------------------------------------------
+# ---- launches ----------------------------------------------------------------------------------------------
 
 def _launch(kernel, config: dict[str, int], line: Tensor, read: Tensor, width: int, *tensors: Tensor) -> None:
     entries, members = read.shape

@@ -94,7 +94,7 @@ CONFIGS = {0: _config("numbers", 16, 64, 256, 4, 4), 10: _config("numbers", 16, 
            1 << 62: _config("numbers", 128, 128, 128, 8, 3)}
 # the same of MXFP4 where a tensor core takes e4m3
 FEW = _config("windows", 8, 64, 256, 4, 4, registers=128)
-EXACT = _config("numbers", 8, 64, 256, 4, 4)
+EXACT = _config("numbers", 8, 64, 256, 4, 4)  # in place of windows before groups of more than WIDEST
 SOME = _config("codes", 16, 64, 256, 4, 4, registers=128)
 MANY = {"numbers": _grouped("numbers", 3), "codes": _grouped("codes", 4)}
 MXFP4 = {"up": {4: FEW, 24: _config("numbers", 16, 64, 256, 4, 4), 1 << 62: MANY["numbers"]},
