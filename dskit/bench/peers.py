@@ -101,14 +101,14 @@ def of(op: str, choice: str = "auto") -> list[Peer]:
 # ---- norm and quantise -------------------------------------------------------------------------------------
 
 @peer("norm.rms", "flashinfer-python", "norm.rmsnorm", compare=outputs)
-def _(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Call:
+def _(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype, steady: bool = False) -> Call:
     from flashinfer import norm
 
     return lambda: norm.rmsnorm(x, gain_D, eps)
 
 
 @peer("norm.rms", "liger-kernel", "rms_norm_forward", compare=lambda result: outputs(result)[:1])
-def _(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Call:
+def _(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype, steady: bool = False) -> Call:
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
     return lambda: rms_norm_forward(x, gain_D, eps, 0.0, "llama", None)
